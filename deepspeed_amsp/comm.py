@@ -1,0 +1,167 @@
+"""Collectives. The only file that calls them; every call returns a `Ticket` and is logged.
+
+A ticket keeps the buffers of its collective alive until somebody has waited for it, so nobody needs
+``record_stream``. Waiting makes the *current stream* wait on an accelerator and blocks the host on gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from deepspeed_amsp.mesh import Group, Purpose
+
+# torch 2.13 renamed the tensor collectives and warns about the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One issued collective. ``bytes`` is the size of the whole message: the gathered result, the buffer that
+    is reduced, or the buffer that is broadcast, padding included."""
+
+    seq: int
+    op: str
+    purpose: Purpose
+    axis: str
+    ranks: tuple[int, ...]
+    bytes: int
+    label: str
+
+
+class Ticket:
+    """An issued collective with the buffers that it keeps alive.
+
+    `wait` may be called several times; the collective's result is in its output buffer after the first.
+    """
+
+    __slots__ = ("_finish", "_keep", "_works")
+
+    def __init__(
+        self, works: Sequence[Any] = (), keep: Sequence[Any] = (), finish: Callable[[], None] | None = None
+    ) -> None:
+        self._works: list[Any] = list(works)
+        self._keep: list[Any] = list(keep)
+        self._finish = finish
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep.clear()
+
+    def wait_then(self, finish: Callable[[], None]) -> Ticket:
+        """Run ``finish`` once, when the first `wait` is over; it must only use this collective's buffers."""
+        assert self._finish is None, "a ticket has one continuation"
+        self._finish = finish
+        return self
+
+    @property
+    def waited(self) -> bool:
+        return not self._works and self._finish is None
+
+
+class Communicator:
+    """Issues collectives on `Group`s and keeps the log of the running and of the last whole step."""
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._running: list[LogEntry] = []
+        self.last_step: tuple[LogEntry, ...] = ()
+
+    @property
+    def running(self) -> tuple[LogEntry, ...]:
+        """Entries since the last `mark_step`."""
+        return tuple(self._running)
+
+    def mark_step(self) -> None:
+        """Close the running log: a step ends when its updates have been issued for publishing."""
+        self.last_step = tuple(self._running)
+        self._running.clear()
+
+    def all_gather(self, group: Group, shard: torch.Tensor, full: torch.Tensor, label: str) -> Ticket:
+        """``full`` [size * n] becomes the concatenation of every rank's ``shard`` [n], by group index."""
+        self._log("all_gather", group, full, label)
+        with record_function(f"amsp::{group.purpose.value} {label}"):
+            work = _all_gather_single(full, shard, group=group.handle, async_op=True)
+        return Ticket([work], [full, shard])
+
+    def reduce_scatter(
+        self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int], label: str
+    ) -> Ticket:
+        """``mine`` [splits[index]] becomes the sum over the group of its section of ``sections`` [sum(splits)].
+
+        gloo's own reduce-scatter is an AllReduce that moves twice the bytes, so CPU tensors go through an
+        all-to-all and are summed here in fp32 and in rank order. Unequal splits have no single NCCL call
+        and become one Reduce per section.
+        """
+        self._log("reduce_scatter", group, sections, label)
+        with record_function(f"amsp::{group.purpose.value} {label}"):
+            if sections.device.type == "cpu":
+                return self._exchange_and_sum(group, sections, mine, splits)
+            if len(set(splits)) == 1:
+                work = _reduce_scatter_single(mine, sections, group=group.handle, async_op=True)
+                return Ticket([work], [sections, mine])
+            return self._reduce_each(group, sections, mine, splits)
+
+    def all_reduce(self, group: Group, buffer: torch.Tensor, label: str) -> Ticket:
+        """``buffer`` becomes its sum over the group, in place."""
+        self._log("all_reduce", group, buffer, label)
+        with record_function(f"amsp::{group.purpose.value} {label}"):
+            work = dist.all_reduce(buffer, group=group.handle, async_op=True)
+        return Ticket([work], [buffer])
+
+    def broadcast(self, group: Group, buffer: torch.Tensor, source: int, label: str) -> Ticket:
+        """``buffer`` becomes that of the rank with group index ``source``, in place."""
+        self._log("broadcast", group, buffer, label)
+        with record_function(f"amsp::{group.purpose.value} {label}"):
+            work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
+        return Ticket([work], [buffer])
+
+    def all_gather_objects(self, group: Group, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, by group index. Blocks; for set-up and reports only."""
+        if group.size == 1:
+            return [value]
+        values: list[Any] = [None] * group.size
+        dist.all_gather_object(values, value, group=group.handle)
+        return values
+
+    def _exchange_and_sum(
+        self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
+    ) -> Ticket:
+        size, own = group.size, splits[group.index]
+        received = sections.new_empty(size * own)
+        work = dist.all_to_all_single(
+            received, sections, [own] * size, list(splits), group=group.handle, async_op=True
+        )
+
+        def total() -> None:
+            wide = torch.promote_types(received.dtype, torch.float32)
+            mine.copy_(received.view(size, own).sum(dim=0, dtype=wide))
+
+        return Ticket([work], [sections, mine], total)
+
+    def _reduce_each(
+        self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
+    ) -> Ticket:
+        parts = list(sections.split(list(splits)))
+        works = [
+            dist.reduce(part, rank, group=group.handle, async_op=True)
+            for part, rank in zip(parts, group.ranks, strict=True)
+            if part.numel()
+        ]
+        return Ticket(works, [sections, mine], lambda: mine.copy_(parts[group.index]) and None)
+
+    def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> None:
+        size = message.numel() * message.element_size()
+        self._running.append(LogEntry(self._seq, op, group.purpose, group.axis, group.ranks, size, label))
+        self._seq += 1

@@ -1,0 +1,92 @@
+"""Which DeepSpeed and torch versions work, and a self-check of the names that we rely on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import base_optimizer, engine
+from packaging.version import Version
+
+DEEPSPEED_RANGE = (Version("0.19.5"), Version("0.20"))
+TORCH_AT_LEAST = Version("2.7")
+
+ENGINE_METHODS = (
+    "_broadcast_model",
+    "_configure_checkpointing",
+    "_configure_distributed_model",
+    "_configure_zero_optimizer",
+    "_copy_recovery_script",
+    "_create_checkpoint_file",
+    "_do_optimizer_sanity_check",
+    "_forward_epilogue",
+    "_forward_prologue",
+    "_get_ckpt_name",
+    "_get_shared_params",
+    "_get_zero_frozen_param_attributes",
+    "_get_zero_param_shapes",
+    "allreduce_gradients",
+    "destroy",
+    "get_data_types",
+    "is_gradient_accumulation_boundary",
+    "load_checkpoint",
+    "load_module_state_dict",
+    "module_state_dict",
+    "save_checkpoint",
+    "zero_allow_untested_optimizer",
+    "zero_optimization_partition_weights",
+    "zero_reduce_bucket_size",
+)
+
+OPTIMIZER_METHODS = (
+    "clear_backward_seen_flag",
+    "enter_backward",
+    "exit_backward",
+    "queue_post_backward_callback",
+    "reenter_backward_if_needed",
+    "register_grad_acc_post_hook",
+    "scale_if_loss",
+    "set_gradient_accumulation_boundary",
+    "should_refresh_expected_hook_count",
+    "update_hook_state_and_maybe_run_epilogue",
+)
+
+
+class IncompatibleVersion(ImportError):
+    """The installed DeepSpeed or torch is not one that this package was built for."""
+
+
+def check() -> None:
+    """Fail loudly at import instead of training wrong on a DeepSpeed whose internals have moved.
+
+    Raises:
+        IncompatibleVersion: names the version, or the names that are missing.
+    """
+    low, high = DEEPSPEED_RANGE
+    found = Version(Version(deepspeed.__version__).base_version)
+    if not low <= found < high:
+        raise IncompatibleVersion(
+            f"deepspeed_amsp works with DeepSpeed >= {low}, < {high}, but {deepspeed.__version__} is installed; "
+            f"pip install 'deepspeed>={low},<{high}'"
+        )
+    if Version(Version(torch.__version__).base_version) < TORCH_AT_LEAST:
+        raise IncompatibleVersion(f"deepspeed_amsp needs torch >= {TORCH_AT_LEAST}, not {torch.__version__}")
+    missing = _missing(engine.DeepSpeedEngine, ENGINE_METHODS) + _missing(
+        base_optimizer.ZeROOptimizer, OPTIMIZER_METHODS
+    )
+    if "config_class" not in inspect.signature(engine.DeepSpeedEngine.__init__).parameters:
+        missing.append("DeepSpeedEngine.__init__(config_class)")
+    if not hasattr(deepspeed, "load_ds_config"):
+        missing.append("deepspeed.load_ds_config")
+    if not hasattr(torch._C, "_current_graph_task_id"):
+        missing.append("torch._C._current_graph_task_id")
+    if missing:
+        raise IncompatibleVersion(
+            f"DeepSpeed {deepspeed.__version__} lacks what deepspeed_amsp builds on: {', '.join(missing)}"
+        )
+
+
+def _missing(owner: type[Any], names: tuple[str, ...]) -> list[str]:
+    return [f"{owner.__name__}.{name}" for name in names if not hasattr(owner, name)]

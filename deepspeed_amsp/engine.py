@@ -1,0 +1,438 @@
+"""AMSPEngine: DeepSpeed's engine with independent sharding factors. The only file that knows its internals."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.utils import logger
+from torch import nn
+
+from deepspeed_amsp import compat
+from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.config import ConfigError, Problem, check_stage, is_missing_file, preflight, read_block
+from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
+from deepspeed_amsp.partition.layout import LayoutError
+from deepspeed_amsp.partition.optim_states import moments_per_element
+from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
+from deepspeed_amsp.plan.resolve import Plan, make_plan
+from deepspeed_amsp.topology import Topology, detect_topology
+
+PLAN_FILE = "amsp_plan.json"
+
+
+class Runtime:
+    """What an engine exposes as ``engine.amsp``: the plan, the mesh, and reports about a running engine."""
+
+    def __init__(self, plan: Plan, topology: Topology) -> None:
+        self.plan = plan
+        self.topology = topology
+        self.mesh = Mesh(plan.sharding, plan.merge_communicators)
+        self.comm = Communicator()
+        self.units: list[Unit] = []
+        self.optimizer: AMSPOptimizer | None = None
+
+    def memory_report(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank, held and by formula with the true owner loads.
+
+        P is the working copy at rest. G is the gradient at rest between micro-batches (after the first
+        window's first micro-batch), or, without accumulation, the owned gradient before the step. The
+        moments' formula is 0 for an optimizer whose state per element is not known.
+        """
+        optimizer = self._optimizer()
+        moments = moments_per_element(optimizer.optimizer)
+        owned = optimizer.owned_numel
+        return {
+            "P": {"held": sum(unit.held_bytes for unit in self.units), "formula": optimizer.parameter_bytes},
+            "G": dict(optimizer.gradient_bytes),
+            "master": {"held": optimizer.states.master_bytes, "formula": optimizer.master_bytes},
+            "moments": {"held": optimizer.states.state_bytes, "formula": 4 * owned * (moments or 0)},
+        }
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Collectives of the last whole step that this rank took part in, by kind and purpose."""
+        counts: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        for entry in self.comm.last_step:
+            key = (entry.op, entry.purpose.value)
+            counts[key] += 1
+            sizes[key] += entry.bytes
+        return [
+            {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
+            for kind, purpose in counts
+        ]
+
+    def _optimizer(self) -> AMSPOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError("this engine has no optimizer, so there are no gradients or states to report")
+        return self.optimizer
+
+
+class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """A DeepSpeedEngine whose parameters, gradients and optimizer states follow the "amsp" block.
+
+    Raises at construction, on every rank, before any group is made:
+        ConfigError: the block or what stands next to it in the ds_config.
+        FactorError: factors that are not legal on this cluster.
+        TopologyError: nodes of different size, or ranks of a host that are not contiguous.
+    """
+
+    amsp: Runtime
+
+    def __init__(self, args: Any, model: nn.Module, *rest: Any, **kwargs: Any) -> None:
+        self._unpartitioned_view = False
+        config_class = kwargs["config_class"]
+        block = read_block(config_class._param_dict)
+        assert block is not None, "AMSPEngine is only made for an enabled amsp block"
+        _refuse_model(model)
+        topology = detect_topology(
+            block.topology.gpus_per_node,
+            os.environ,
+            dist.get_world_size(),
+            _host_names(),
+            block.topology.leaf_switches,
+        )
+        plan = make_plan(block, topology.world_size, topology.gpus_per_node)
+        check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
+        # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
+        self.amsp = Runtime(plan, topology)
+        super().__init__(args, model, *rest, **kwargs)
+        if dist.get_rank() == 0:
+            logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
+
+    # ---- parameters ---------------------------------------------------------------------------------------
+
+    @property
+    def _sharded(self) -> bool:
+        return self.amsp.plan.sharding.s_p > 1
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        """Cast and place the module; with s_p > 1 the device only ever sees one whole unit at a time."""
+        stay = self.dont_change_device
+        self.dont_change_device = stay or self._sharded
+        try:
+            super()._configure_distributed_model(model)
+        finally:
+            self.dont_change_device = stay
+        members = list(find_units(self.module))
+        if not self._sharded:
+            self.amsp.units = [ReplicatedUnit(index, unit) for index, unit in enumerate(members)]
+            return
+        mesh = self.amsp.mesh
+        for index, unit in enumerate(members):
+            sharded = ShardedUnit(
+                index, unit, mesh.sizes.param, mesh.coordinates.param, self.device, self._broadcast_tensor
+            )
+            self.amsp.units.append(sharded)
+        if not stay:
+            self._move_rest_to_device()
+
+    def _broadcast_model(self) -> None:
+        """Everybody starts from rank 0's values: here, or unit by unit while sharding."""
+        if not self._sharded:
+            super()._broadcast_model()
+
+    def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        mesh = self.amsp.mesh
+        if mesh.world.size > 1:
+            self.amsp.comm.broadcast(mesh.world, tensor, 0, "initial values").wait()
+
+    def _move_rest_to_device(self) -> None:
+        """Buffers and non-floating parameters follow the device; the units are there already."""
+        self.module.to(self.device)
+        for param in self.module.parameters():
+            if not param.dtype.is_floating_point:
+                self._broadcast_tensor(param.data)
+
+    @contextmanager
+    def _unpartitioned(self) -> Iterator[None]:
+        """Let an engine method take its path for whole parameters: the stage 3 path is made for ``ds_`` ones."""
+        before, self._unpartitioned_view = self._unpartitioned_view, True
+        try:
+            yield
+        finally:
+            self._unpartitioned_view = before
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return not self._unpartitioned_view and bool(super().zero_optimization_partition_weights())
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        with self._unpartitioned():
+            return super()._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        with self._unpartitioned():
+            super()._forward_epilogue()
+
+    # ---- optimizer ----------------------------------------------------------------------------------------
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        """Every precision goes through AMSPOptimizer; untested optimizers are its business, too."""
+        return str(ZERO_OPTIMIZATION)
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> AMSPOptimizer:
+        if optimizer is None:
+            raise _refusal("optimizer", "there is none; an amsp engine trains, so name one or pass one to initialize")
+        _, accumulation = self.get_data_types()
+        settings = OptimizerSettings(
+            clip=float(self.gradient_clipping()),
+            accumulation_dtype=accumulation,
+            wire_dtype=self.communication_data_type,
+            bucket_bytes=self._bucket_bytes(),
+            check_overflow=self.bfloat16_enabled() and bool(self._config.bfloat16_config.check_grad_overflow),
+            average=bool(self.gradient_average),
+            allow_untested=bool(self.zero_allow_untested_optimizer()),
+        )
+        amsp = self.amsp
+        amsp.optimizer = AMSPOptimizer(
+            self, self.module, amsp.units, optimizer, amsp.plan, amsp.mesh, amsp.comm, settings
+        )
+        return amsp.optimizer
+
+    def _bucket_bytes(self) -> int:
+        if self.amsp.plan.bucket_bytes is not None:
+            return self.amsp.plan.bucket_bytes
+        model_dtype, _ = self.get_data_types()
+        return int(self.zero_reduce_bucket_size()) * int(model_dtype.itemsize)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """End of a backward: what the hooks left over is sent. The bucket size is the plan's."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.optimizer.set_gradient_accumulation_boundary(boundary)
+        self.optimizer.reduce_gradients()
+
+    def destroy(self) -> None:
+        super().destroy()
+        runtime = self.__dict__.get("amsp")
+        if runtime is not None:
+            runtime.mesh.destroy()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        first_replica = self.amsp.mesh.coordinates.replicate == 0
+        self.save_zero_checkpoint = first_replica
+        if self._sharded:
+            self.save_non_zero_checkpoint = first_replica
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state; with s_p > 1 this rank's shards under ``amsp_shards`` instead of parameters."""
+        self._wait_for_parameters()
+        state = super().module_state_dict(*args, **kwargs)
+        if not self._sharded:
+            return state
+        held = {spec.name for unit in self.amsp.units for spec in unit.layout.params}
+        rest = OrderedDict((name, value) for name, value in state.items() if name not in self._aliases(held))
+        rest["amsp_shards"] = {_unit_key(unit): unit.shard.detach() for unit in self._sharded_units()}
+        return rest
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., None] | None = None,
+        **_: Any,
+    ) -> None:
+        self._wait_for_parameters()
+        state = dict(checkpoint["module"])
+        shards = state.pop("amsp_shards", None)
+        if custom_load_fn is not None:
+            if self._sharded:
+                raise LayoutError("custom_load_fn needs whole parameters; load with amsp.sharding.parameters [1, 1]")
+            custom_load_fn(src=state, dst=self.module)
+            return
+        if not self._sharded:
+            self.module.load_state_dict(state, strict=strict)
+            return
+        if shards is None:
+            raise LayoutError("the checkpoint holds whole parameters, but this plan needs the shards of its own plan")
+        for unit in self._sharded_units():
+            unit.shard.copy_(shards[_unit_key(unit)])
+        self.module.load_state_dict(state, strict=False)
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, for a checkpoint of the same plan and world size.
+
+        Raises:
+            LayoutError: on every rank, when the checkpoint was written by another plan or world size.
+        """
+        self._check_written_plan(load_dir, tag)
+        with self._unpartitioned():
+            result = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        self._wait_for_parameters()
+        return result
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._wait_for_parameters()
+        with self._unpartitioned():
+            result = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        return result
+
+    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
+        created = super()._create_checkpoint_file(save_dir, tag, zero_checkpoint)
+        if dist.get_rank() == 0 and not zero_checkpoint:
+            with open(os.path.join(save_dir, str(tag), PLAN_FILE), "w", encoding="utf-8") as file:
+                json.dump(self.amsp.plan.fingerprint(), file, indent=2)
+        return bool(created)
+
+    def _check_written_plan(self, load_dir: str, tag: str | None) -> None:
+        tag = tag if tag is not None else _latest_tag(load_dir)
+        if tag is None:
+            return
+        path = os.path.join(load_dir, str(tag), PLAN_FILE)
+        if not os.path.isfile(path):
+            raise LayoutError(
+                f"{os.path.join(load_dir, str(tag))} holds no {PLAN_FILE}: it is no checkpoint that an amsp engine "
+                f"wrote. Load it with the engine that wrote it"
+            )
+        with open(path, encoding="utf-8") as file:
+            self.optimizer.check_same_plan(json.load(file))
+
+    def _get_ckpt_name(
+        self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
+    ) -> str:
+        if not self._sharded:
+            return str(super()._get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder))
+        model_rank = mp_placeholder if mp_placeholder is not None else f"{self.checkpoint_mp_rank:02d}"
+        rank = pp_placeholder if pp_placeholder is not None else self.amsp.mesh.scalars.index
+        name = f"zero_pp_rank_{rank}_mp_rank_{model_rank}_model_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
+        """Full shapes of the optimized parameters, by name, one dictionary for all groups."""
+        optimized = set(self.optimizer.trainable_names)
+        specs = [spec for unit in self.amsp.units for spec in unit.layout.params]
+        return [OrderedDict((spec.name, torch.Size(spec.shape)) for spec in specs if spec.name in optimized)]
+
+    def _get_zero_frozen_param_attributes(self, attr_func: Callable[[Any], Any]) -> None:
+        """Frozen parameters are part of the module state; nothing is saved twice."""
+        return None
+
+    def _get_shared_params(self) -> dict[str, str]:
+        first: dict[int, str] = {}
+        shared = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            if id(param) in first:
+                shared[name] = first[id(param)]
+            first.setdefault(id(param), name)
+        return shared
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """DeepSpeed's zero_to_fp32.py cannot read our files, so it is not put beside them."""
+
+    def _sharded_units(self) -> list[ShardedUnit]:
+        return [unit for unit in self.amsp.units if isinstance(unit, ShardedUnit)]
+
+    def _aliases(self, names: set[str]) -> set[str]:
+        return names | {alias for alias, name in self._get_shared_params().items() if name in names}
+
+    def _wait_for_parameters(self) -> None:
+        if self.amsp.optimizer is not None:
+            self.amsp.optimizer.wait_for_parameters()
+
+
+def _unit_key(unit: Unit) -> str:
+    return f"{unit.index}:{unit.name}:{unit.dtype}"
+
+
+def _latest_tag(load_dir: str) -> str | None:
+    path = os.path.join(load_dir, "latest")
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def _refusal(path: str, reason: str) -> ConfigError:
+    return ConfigError([Problem(path, reason)])
+
+
+def _host_names() -> list[str]:
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names
+
+
+def _refuse_model(model: nn.Module) -> None:
+    if isinstance(model, PipelineModule):
+        raise _refusal("amsp", "a PipelineModule cannot be trained with an amsp block; pass a plain nn.Module")
+    if any(hasattr(param, "ds_id") for param in model.parameters()):
+        raise _refusal(
+            "amsp", "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly"
+        )
+
+
+# ---- taking over deepspeed.initialize ---------------------------------------------------------------------
+
+
+def install() -> None:
+    """Make every later ``deepspeed.initialize`` return an AMSPEngine when its config holds the block.
+
+    Idempotent. DeepSpeedEngine itself is extended, so scripts that bound ``initialize`` early get it, too.
+    """
+    if getattr(DeepSpeedEngine, "_amsp_installed", False):
+        return
+    compat.check()
+    DeepSpeedEngine._amsp_installed = True
+    DeepSpeedEngine.__new__ = _choose_engine
+    _check_before(DeepSpeedConfig)
+    deepspeed.load_ds_config = _named_missing_file(deepspeed.load_ds_config)
+
+
+def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
+    config_class = kwargs.get("config_class")
+    wanted = config_class is not None and read_block(config_class._param_dict) is not None
+    if wanted and cls is not DeepSpeedEngine and not issubclass(cls, AMSPEngine):
+        raise _refusal("amsp", f"an amsp block cannot be used with a {cls.__name__}; remove one of the two")
+    return object.__new__(AMSPEngine if wanted and cls is DeepSpeedEngine else cls)
+
+
+def _check_before(config_class: type[DeepSpeedConfig]) -> None:
+    """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
+    original = config_class.__init__
+
+    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, Mapping):
+            preflight(config)
+            read_block(config)
+        original(self, config, *args, **kwargs)
+
+    config_class.__init__ = checked
+
+
+def _named_missing_file(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(config: Any) -> Any:
+        if isinstance(config, str) and is_missing_file(config):
+            raise FileNotFoundError(f"no such file: DeepSpeed config {os.path.abspath(config)}")
+        return load(config)
+
+    return checked
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, Any, Any]:
+    """``deepspeed.initialize`` that insists on an enabled "amsp" block.
+
+    Raises:
+        ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO.
+    """
+    install()
+    engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
+    if not isinstance(engine, AMSPEngine):
+        raise _refusal(
+            "amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize'
+        )
+    return engine, optimizer, dataloader, scheduler

@@ -1,0 +1,309 @@
+"""Pure geometry: which elements of which parameter live in which unit, shard, bucket and section.
+
+Nothing here touches a tensor, so the planner and the tests use the same numbers as the engine.
+
+* A *unit* is a module's own parameters of one dtype, laid out one behind the other in a flat buffer that
+  is cut into ``param`` equal shards.
+* A *piece* is the part of a parameter that falls into this rank's shard; with s_p = 1 it is the parameter.
+* A *bucket* is a run of units in forward order. Its pieces are given to owners on the ``optim`` axis and
+  ordered by owner, so that one owner's elements form one contiguous *section* of the bucket's buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+ALIGNMENT = 8
+"""Elements to which parameters start inside a flat unit: 16 bytes in 16-bit, what vector loads want."""
+
+PADDING_LIMIT = 1.25
+"""Sections are padded to equal size (one ReduceScatter or AllGather) while that costs at most this factor."""
+
+
+class LayoutError(ValueError):
+    """A model, plan and optimizer that do not fit together."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as the model sees it: fully qualified name and shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """Flat placement of a unit's parameters; sizes in elements."""
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    shards: int
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        starts, cursor = [], 0
+        for param in self.params:
+            starts.append(cursor)
+            cursor = round_up(cursor + param.numel, self._alignment)
+        return tuple(starts)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        if not self.params:
+            return 0
+        used = self.offsets[-1] + self.params[-1].numel
+        return round_up(math.ceil(used / self.shards), self._alignment)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gathered flat buffer, padding included."""
+        return self.shard_numel * self.shards
+
+    @property
+    def _alignment(self) -> int:
+        # An unsharded unit is never flattened: its parameters stay the tensors that the user made.
+        return ALIGNMENT if self.shards > 1 else 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened parameter, at ``shard_offset`` of their unit's shard."""
+
+    param: ParamSpec
+    unit: int
+    start: int
+    stop: int
+    shard_offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.param.numel
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.param.shape[1:]) if self.param.shape else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the master: the parameter's, a block of whole rows, or flat where a shard cuts a row."""
+        if self.whole:
+            return self.param.shape
+        row = self.row_numel
+        if row and self.start % row == 0 and self.stop % row == 0:
+            return (self.numel // row, *self.param.shape[1:])
+        return (self.numel,)
+
+    def cut(self, limit: int) -> list[Piece]:
+        """Blocks of at most ``limit`` elements (but at least a row), on row boundaries where possible."""
+        row = self.row_numel if self.shape != (self.numel,) else 1
+        step = max(limit // row, 1) * row
+        return [
+            replace(
+                self,
+                start=at,
+                stop=min(at + step, self.stop),
+                shard_offset=self.shard_offset + at - self.start,
+            )
+            for at in range(self.start, self.stop, step)
+        ]
+
+
+def shard_pieces(unit: UnitLayout, unit_index: int, coordinate: int) -> list[Piece]:
+    """The pieces of ``unit`` in the shard of ``param`` coordinate ``coordinate``."""
+    low = coordinate * unit.shard_numel
+    high = low + unit.shard_numel
+    pieces = []
+    for param, offset in zip(unit.params, unit.offsets, strict=True):
+        start, stop = max(low, offset), min(high, offset + param.numel)
+        if start < stop:
+            pieces.append(Piece(param, unit_index, start - offset, stop - offset, start - low))
+    return pieces
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A piece's place in its bucket: its owner on the ``optim`` axis and its offset in the buffer."""
+
+    piece: Piece
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Pieces that are reduced and published in one go, ordered by owner section.
+
+    Sections lie in (inner, outer) order, so that the part that inner coordinate i keeps between
+    micro-batches is contiguous, and inside it the part of every final owner is contiguous too.
+    """
+
+    index: int
+    slots: tuple[Slot, ...]
+    units: tuple[int, ...]
+    inner: int
+    outer: int
+    sections: tuple[tuple[int, int], ...]
+    """(offset, length) by owner; padding included."""
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(length for _, length in self.sections)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the padding, which must be zero before a reduction."""
+        edges, gaps = sorted((slot.offset, slot.offset + slot.piece.numel) for slot in self.slots), []
+        cursor = 0
+        for start, stop in edges:
+            if start > cursor:
+                gaps.append((cursor, start))
+            cursor = stop
+        if cursor < self.numel:
+            gaps.append((cursor, self.numel))
+        return tuple(gaps)
+
+    def owner_slots(self, owner: int) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.owner == owner)
+
+    def owned_numel(self, owner: int) -> int:
+        """Elements that ``owner`` holds optimizer states for, without padding."""
+        return sum(slot.piece.numel for slot in self.owner_slots(owner))
+
+    def kept_range(self, inner: int) -> tuple[int, int]:
+        """(offset, length) of what inner coordinate ``inner`` keeps between micro-batches."""
+        owners = [outer * self.inner + inner for outer in range(self.outer)]
+        return self.sections[owners[0]][0], sum(self.sections[owner][1] for owner in owners)
+
+    @cached_property
+    def inner_splits(self) -> tuple[int, ...]:
+        return tuple(self.kept_range(inner)[1] for inner in range(self.inner))
+
+    def outer_splits(self, inner: int) -> tuple[int, ...]:
+        return tuple(self.sections[outer * self.inner + inner][1] for outer in range(self.outer))
+
+    @property
+    def uniform(self) -> bool:
+        """All sections of one length: one ReduceScatter or AllGather serves the whole bucket."""
+        return len({length for _, length in self.sections}) == 1
+
+
+@dataclass(frozen=True)
+class OwnerGrid:
+    """The ``optim`` axis as (outer, inner); owner = outer * inner_size + inner."""
+
+    outer: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        return self.outer * self.inner
+
+    def buffer_order(self) -> list[int]:
+        return [outer * self.inner + inner for inner in range(self.inner) for outer in range(self.outer)]
+
+
+def build_buckets(
+    groups: Sequence[Sequence[Piece]],
+    owners: OwnerGrid,
+    bucket_numel: int,
+    *,
+    whole_tensors: bool = False,
+    uniform: bool = False,
+) -> list[BucketLayout]:
+    """Cut pieces into buckets in forward order and give each piece an owner.
+
+    Args:
+        groups: pieces by unit, units in forward order, all of one dtype.
+        owners: the ``optim`` axis.
+        bucket_numel: elements after which a bucket is closed; a larger unit has a bucket of its own.
+        whole_tensors: never cut a tensor, because its optimizer needs it whole.
+        uniform: pad sections to one length always (the ``all_gather`` publish mode needs it).
+
+    Owners are chosen largest piece first for the least loaded rank, with loads that persist over buckets;
+    ties go to the lower rank. A piece above an even share of everything is cut into row blocks first, since
+    greedy balancing breaks down there (design, section 1).
+    """
+    total = sum(piece.numel for group in groups for piece in group)
+    share = max(total // owners.size, 1)
+    loads = [0] * owners.size
+    buckets = []
+    for group_run in _runs(groups, bucket_numel):
+        pieces = [piece for group in group_run for piece in group]
+        if not whole_tensors and owners.size > 1:
+            pieces = [block for piece in pieces for block in (piece.cut(share) if piece.numel > share else [piece])]
+        assigned = _assign(pieces, loads)
+        units = tuple(dict.fromkeys(piece.unit for group in group_run for piece in group))
+        buckets.append(_place(len(buckets), pieces, assigned, units, owners, uniform))
+    return buckets
+
+
+def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:
+    runs: list[list[Sequence[Piece]]] = []
+    size = 0
+    for group in groups:
+        numel = sum(piece.numel for piece in group)
+        if not numel:
+            continue
+        if not runs or size + numel > limit:
+            runs.append([])
+            size = 0
+        runs[-1].append(group)
+        size += numel
+    return runs
+
+
+def _assign(pieces: Sequence[Piece], loads: list[int]) -> list[int]:
+    """Owner of each piece; adds to ``loads``."""
+    owners = [0] * len(pieces)
+    for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i].numel, i)):
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += pieces[index].numel
+    return owners
+
+
+def _place(
+    index: int,
+    pieces: Sequence[Piece],
+    owner_of: Sequence[int],
+    units: tuple[int, ...],
+    owners: OwnerGrid,
+    uniform: bool,
+) -> BucketLayout:
+    used = [0] * owners.size
+    for piece, owner in zip(pieces, owner_of, strict=True):
+        used[owner] += piece.numel
+    longest = max(used)
+    pad = uniform or longest * owners.size <= PADDING_LIMIT * sum(used)
+    lengths = [longest] * owners.size if pad else used
+    sections, cursor = [(0, 0)] * owners.size, 0
+    for owner in owners.buffer_order():
+        sections[owner] = (cursor, lengths[owner])
+        cursor += lengths[owner]
+    slots, ends = [], [start for start, _ in sections]
+    for piece, owner in zip(pieces, owner_of, strict=True):
+        slots.append(Slot(piece, owner, ends[owner]))
+        ends[owner] += piece.numel
+    return BucketLayout(index, tuple(slots), units, owners.inner, owners.outer, tuple(sections))
+
+
+def renumber(layouts: Sequence[BucketLayout]) -> list[BucketLayout]:
+    """Buckets of several dtypes as one list in forward order."""
+    ordered = sorted(layouts, key=lambda layout: (layout.units[0], layout.index))
+    return [replace(layout, index=index) for index, layout in enumerate(ordered)]

@@ -1,0 +1,84 @@
+"""When parameters are gathered and freed (s_p > 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deepspeed_amsp.comm import Communicator, Ticket
+from deepspeed_amsp.mesh import Group
+from deepspeed_amsp.partition.params import ShardedUnit, UnitState
+from deepspeed_amsp.schedule.order import UseOrder
+
+
+class Gatherer:
+    """Gathers units over the ``param`` axis before they are read and frees them afterwards.
+
+    Args:
+        units: all sharded units.
+        before_gather: called with a unit before its shard is read, so that its publish has arrived.
+        prefetch_bytes: how far ahead of the running module gathers may be issued in forward.
+        overlap: False issues every gather where it is needed and waits for it at once.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        comm: Communicator,
+        group: Group,
+        before_gather: Callable[[ShardedUnit], None],
+        prefetch_bytes: int,
+        overlap: bool,
+    ) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self._comm = comm
+        self._group = group
+        self._before_gather = before_gather
+        self._prefetch_bytes = prefetch_bytes
+        self._overlap = overlap
+        self._tickets: dict[int, Ticket] = {}
+        self.forward_order = UseOrder("forward")
+        self.backward_order = UseOrder("backward")
+
+    def use(self, unit: ShardedUnit, backward: bool) -> None:
+        """Make ``unit`` readable now and prefetch what the recorded order says comes next."""
+        order = self.backward_order if backward else self.forward_order
+        order.use(unit.index)
+        self._issue(unit)
+        if self._overlap and self._prefetch_bytes:
+            # In backward a longer run of gathers would hold up the reductions, so one unit ahead it is.
+            self._prefetch(order, unit, 1 if backward else self._prefetch_bytes)
+        self._arrive(unit)
+
+    def free(self, unit: ShardedUnit) -> None:
+        if unit.state is UnitState.FULL:
+            unit.free()
+
+    def free_all(self) -> None:
+        """Free everything, prefetched units that nobody used included: a pass is over."""
+        for unit in self._units.values():
+            if unit.state is UnitState.GATHERING:
+                self._arrive(unit)
+            self.free(unit)
+
+    def _prefetch(self, order: UseOrder, current: ShardedUnit, budget: int) -> None:
+        """Issue gathers of coming units until ``budget`` bytes are ahead; one unit always is."""
+        ahead = 0
+        for index in order.upcoming():
+            if ahead >= budget:
+                return
+            unit = self._units[index]
+            if unit is not current and unit.state is not UnitState.FULL:
+                self._issue(unit)
+                ahead += unit.full_bytes
+
+    def _issue(self, unit: ShardedUnit) -> None:
+        if unit.state is UnitState.SHARDED:
+            self._before_gather(unit)
+            full = unit.begin_gather()
+            self._tickets[unit.index] = self._comm.all_gather(self._group, unit.shard, full, unit.name)
+
+    def _arrive(self, unit: ShardedUnit) -> None:
+        ticket = self._tickets.pop(unit.index, None)
+        if ticket is not None:
+            ticket.wait()
+            unit.end_gather()

@@ -1,0 +1,333 @@
+"""When gradients are reduced: hooks stage them, full buckets start a route, a pipeline moves routes along."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+
+import torch
+
+from deepspeed_amsp.comm import Communicator, Ticket
+from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.partition.grads import BucketGradients
+from deepspeed_amsp.partition.layout import Slot
+from deepspeed_amsp.partition.params import ShardedUnit, Unit
+from deepspeed_amsp.plan.resolve import ReduceMode
+
+Route = Generator[Ticket, None, None]
+"""The stages of one reduction: issues a collective, yields its ticket, goes on when that was waited for."""
+
+
+class Pipeline:
+    """Routes in flight. All ranks start them in the same order, so all issue collectives in the same order.
+
+    Starting a route moves every older one a stage on: its collective has had the time of a whole bucket's
+    backward to finish, so waiting for it there costs nothing on an accelerator (the wait is the stream's)
+    and seldom anything on gloo. The newest ``lag`` routes are left alone.
+    """
+
+    def __init__(self, lag: int = 1) -> None:
+        self._lag = lag
+        self._flight: deque[tuple[Route, Ticket]] = deque()
+
+    def start(self, route: Route) -> None:
+        older = list(self._flight)
+        self._flight.clear()
+        keep = max(len(older) - (self._lag - 1), 0)
+        for entry in older[:keep]:
+            self._advance(*entry)
+        self._flight.extend(older[keep:])
+        self._begin(route)
+
+    def drain(self) -> None:
+        """Finish every route, stage by stage in order of their start."""
+        while self._flight:
+            older = list(self._flight)
+            self._flight.clear()
+            for entry in older:
+                self._advance(*entry)
+
+    def _begin(self, route: Route) -> None:
+        ticket = next(route, None)
+        if ticket is not None:
+            self._flight.append((route, ticket))
+
+    def _advance(self, route: Route, ticket: Ticket) -> None:
+        ticket.wait()
+        self._begin(route)
+
+
+class ReduceRoute:
+    """How one bucket's gradient gets to its owner. Subclasses are the two reduce modes.
+
+    Args:
+        wire_dtype: dtype in which gradients travel; they rest in the accumulation dtype.
+    """
+
+    def __init__(self, comm: Communicator, mesh: Mesh, wire_dtype: torch.dtype) -> None:
+        self._comm = comm
+        self._mesh = mesh
+        self._wire = wire_dtype
+
+    def partial(self, bucket: BucketGradients) -> Route:
+        """A micro-batch that is not the last, s_g > s_p: reduce over the inner axis, keep one's part."""
+        raise NotImplementedError
+
+    def final(self, bucket: BucketGradients) -> Route:
+        """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
+        raise NotImplementedError
+
+    def _label(self, bucket: BucketGradients) -> str:
+        return f"bucket {bucket.layout.index}"
+
+
+class AllReduceRoute(ReduceRoute):
+    """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
+
+    def partial(self, bucket: BucketGradients) -> Route:
+        staged = bucket.take_staged().to(self._wire)
+        yield self._comm.all_reduce(self._mesh.inner, staged, self._label(bucket))
+        start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
+        bucket.keep(staged[start : start + length].clone())
+
+    def final(self, bucket: BucketGradients) -> Route:
+        staged, kept = bucket.take_staged(), bucket.take_kept()
+        if kept is not None:
+            # The keeper adds what it has accumulated before the last reduction; the others only add theirs.
+            start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
+            staged[start : start + length].add_(kept)
+        staged = staged.to(self._wire)
+        if self._mesh.data.size > 1:
+            yield self._comm.all_reduce(self._mesh.data, staged, self._label(bucket))
+        start, length = bucket.own_range
+        whole = length == staged.numel()
+        bucket.own(staged if whole else staged[start : start + length].clone())
+
+
+class TwoLevelRoute(ReduceRoute):
+    """Reduce to the owner over ``optim``, then AllReduce only the owned part over ``replicate``.
+
+    A group in which nobody owns anything of the bucket has nothing to send: all its members see the same
+    sizes, so all of them skip the call.
+    """
+
+    def partial(self, bucket: BucketGradients) -> Route:
+        sent = bucket.take_staged().to(self._wire)
+        splits = bucket.layout.inner_splits
+        mine = sent.new_empty(splits[self._mesh.inner.index])
+        yield self._comm.reduce_scatter(self._mesh.inner, sent, mine, splits, self._label(bucket))
+        bucket.keep(mine)
+
+    def final(self, bucket: BucketGradients) -> Route:
+        if self._mesh.inner.size > 1:
+            if bucket.staged is not None or bucket.kept is None:
+                yield from self.partial(bucket)
+            resting = bucket.take_kept()
+            assert resting is not None, "the partial route leaves a kept part"
+        else:
+            resting = bucket.take_staged()
+        section = resting.to(self._wire)
+        if self._mesh.outer.size > 1 and section.numel():
+            splits = bucket.layout.outer_splits(self._mesh.coordinates.inner)
+            mine = section.new_empty(splits[self._mesh.outer.index])
+            yield self._comm.reduce_scatter(self._mesh.outer, section, mine, splits, self._label(bucket))
+            section = mine
+        if self._mesh.replicate.size > 1 and section.numel():
+            yield self._comm.all_reduce(self._mesh.replicate, section, self._label(bucket))
+        bucket.own(section)
+
+
+ROUTES: Mapping[ReduceMode, type[ReduceRoute]] = {
+    ReduceMode.ALL_REDUCE: AllReduceRoute,
+    ReduceMode.TWO_LEVEL: TwoLevelRoute,
+}
+
+
+class UnitGradients:
+    """The flat gradient of a sharded unit in the making (s_p > 1)."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self.unit = unit
+        self._flat: torch.Tensor | None = None
+        self._arrived: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._arrived) == len(self.unit.parameters)
+
+    @property
+    def untouched(self) -> bool:
+        return not self._arrived
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add the gradient of the unit's parameter ``index``."""
+        if self._flat is None:
+            layout = self.unit.layout
+            self._flat = torch.zeros(layout.numel, dtype=gradient.dtype, device=gradient.device)
+        offset = self.unit.layout.offsets[index]
+        self._flat[offset : offset + gradient.numel()].add_(gradient.reshape(-1))
+        self._arrived.add(index)
+
+    def take(self) -> torch.Tensor:
+        flat, self._flat = self._flat, None
+        self._arrived.clear()
+        if flat is None:
+            shard = self.unit.shard
+            flat = torch.zeros(self.unit.layout.numel, dtype=shard.dtype, device=shard.device)
+        return flat
+
+
+class GradientReducer:
+    """From ``param.grad`` to the owner's fully reduced section.
+
+    Every trainable parameter's post-accumulate hook calls `add`. A sharded unit whose gradients are all here
+    is reduced over ``param`` in every micro-batch; what arrives is staged in its bucket. A bucket whose
+    pieces are all staged starts its route: in every micro-batch when s_g > s_p, else in the last one.
+    Buckets start in one fixed order (last in forward first), so that ranks agree on it even if a parameter
+    is unused on some of them.
+
+    Args:
+        slots_of: unit index -> its (bucket index, slot) pairs on this rank.
+        eager_units, eager_buckets: False issues reductions only after backward, and waits for each.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        buckets: Sequence[BucketGradients],
+        comm: Communicator,
+        mesh: Mesh,
+        mode: ReduceMode,
+        wire_dtype: torch.dtype,
+        eager_units: bool,
+        eager_buckets: bool,
+    ) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self._buckets = buckets
+        self._comm = comm
+        self._mesh = mesh
+        self._route = ROUTES[mode](comm, mesh, wire_dtype)
+        self._wire = wire_dtype
+        self._eager_units = eager_units
+        self._eager_buckets = eager_buckets
+        self._unit_pipeline = Pipeline(lag=2)
+        self._bucket_pipeline = Pipeline()
+        self._flat = {unit.index: UnitGradients(unit) for unit in units if isinstance(unit, ShardedUnit)}
+        self._slots_of: dict[int, list[tuple[int, Slot]]] = {unit.index: [] for unit in units}
+        self._slots_of_param: dict[str, list[tuple[int, Slot]]] = {}
+        self._needed: list[set[int]] = [set() for _ in buckets]
+        for bucket in buckets:
+            for slot in bucket.layout.slots:
+                self._slots_of[slot.piece.unit].append((bucket.layout.index, slot))
+                self._slots_of_param.setdefault(slot.piece.param.name, []).append((bucket.layout.index, slot))
+                self._needed[bucket.layout.index].add(slot.offset)
+        self._missing = [set(needed) for needed in self._needed]
+        self._next_bucket = len(buckets) - 1
+        self._reduced_units: set[int] = set()
+        self.boundary = True
+        self.hold = False
+        """True inside no_sync: gradients are staged, nothing is sent."""
+
+    @property
+    def _every_micro_batch(self) -> bool:
+        return self._mesh.inner.size > 1
+
+    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
+        """Take over the gradient of parameter ``index`` of ``unit``. True when the unit has all of its own."""
+        if isinstance(unit, ShardedUnit):
+            flat = self._flat[unit.index]
+            flat.add(index, gradient)
+            if flat.complete:
+                self._reduce_unit(unit.index)
+                return True
+            return False
+        flat_gradient = gradient.reshape(-1)
+        for bucket, slot in self._slots_of_param.get(unit.layout.params[index].name, ()):
+            piece = slot.piece
+            self._stage(bucket, slot, flat_gradient[piece.start : piece.stop])
+        if self._eager_buckets:
+            self._start_ready_buckets()
+        return False
+
+    def end_of_backward(self) -> None:
+        """Send what backward left behind: units with unused parameters, and the buckets not started yet."""
+        for index in reversed(list(self._flat)):
+            flat = self._flat[index]
+            if not (flat.untouched and index in self._reduced_units):
+                self._reduce_unit(index)
+        self._reduced_units.clear()
+        # What arrives must be staged before the next backward counts what it has staged itself.
+        self._unit_pipeline.drain()
+        if self.boundary or self._every_micro_batch:
+            self._start_buckets(down_to=0)
+            self._start_late_buckets()
+        self._reset_round()
+
+    def close_held_round(self) -> None:
+        """A backward inside no_sync is over: its gradients stay staged."""
+        self._reset_round()
+
+    def drain(self) -> None:
+        """Wait until every gradient that was sent is where it rests."""
+        self._unit_pipeline.drain()
+        self._bucket_pipeline.drain()
+
+    def clear(self) -> None:
+        """Drop all gradients (after a step, or a step that was skipped)."""
+        self.drain()
+        for bucket in self._buckets:
+            bucket.clear()
+
+    def reduce_staged(self) -> None:
+        """The final reduction for loops that only now say that the window is over."""
+        self._start_buckets(down_to=0, final=True)
+        self._reset_round()
+
+    def _reduce_unit(self, index: int) -> None:
+        self._reduced_units.add(index)
+        self._unit_pipeline.start(self._unit_route(self._flat[index]))
+        if not self._eager_units:
+            self._unit_pipeline.drain()
+
+    def _unit_route(self, flat: UnitGradients) -> Route:
+        unit, group = flat.unit, self._mesh.param_reduce
+        sent = flat.take().to(self._wire)
+        mine = sent.new_empty(unit.layout.shard_numel)
+        splits = [unit.layout.shard_numel] * group.size
+        yield self._comm.reduce_scatter(group, sent, mine, splits, unit.name)
+        for bucket, slot in self._slots_of[unit.index]:
+            offset = slot.piece.shard_offset
+            self._stage(bucket, slot, mine[offset : offset + slot.piece.numel])
+        if self._eager_buckets:
+            self._start_ready_buckets()
+
+    def _stage(self, bucket: int, slot: Slot, gradient: torch.Tensor) -> None:
+        self._buckets[bucket].stage(slot, gradient)
+        self._missing[bucket].discard(slot.offset)
+
+    def _start_ready_buckets(self) -> None:
+        if self.hold or not (self.boundary or self._every_micro_batch):
+            return
+        while self._next_bucket >= 0 and not self._missing[self._next_bucket]:
+            self._start_buckets(down_to=self._next_bucket)
+
+    def _start_buckets(self, down_to: int, final: bool | None = None) -> None:
+        while self._next_bucket >= down_to:
+            self._start_bucket(self._next_bucket, self.boundary if final is None else final)
+            self._next_bucket -= 1
+
+    def _start_late_buckets(self) -> None:
+        """Gradients that came after their bucket had been sent (a module recomputed twice, say)."""
+        for index in reversed(range(len(self._buckets))):
+            if self._buckets[index].staged is not None:
+                self._start_bucket(index, self.boundary)
+
+    def _start_bucket(self, index: int, final: bool) -> None:
+        route, bucket = self._route, self._buckets[index]
+        self._bucket_pipeline.start(route.final(bucket) if final else route.partial(bucket))
+        if not self._eager_buckets:
+            self._bucket_pipeline.drain()
+
+    def _reset_round(self) -> None:
+        self._missing = [set(needed) for needed in self._needed]
+        self._next_bucket = len(self._buckets) - 1

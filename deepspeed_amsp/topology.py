@@ -1,0 +1,194 @@
+"""Which rank is on which node. Pure: the caller gathers host names and environment, nobody communicates here.
+
+A node is gpus_per_node consecutive ranks. It is a host, or a part of one when gpus_per_node is set smaller
+than the host's count, which lets one machine play several nodes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+# Set by whoever started the ranks of this host: torchrun and the deepspeed launcher, or the likes of mpirun.
+LOCAL_SIZE_VARIABLES: tuple[str, ...] = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+
+class TopologyError(ValueError):
+    """The ranks do not lie on the hosts in a way that sharding can use."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """world_size ranks, gpus_per_node consecutive ones to a node.
+
+    leaf_switches: hosts under each leaf switch, stored for rank placement; None when not known.
+    """
+
+    world_size: int
+    gpus_per_node: int
+    leaf_switches: tuple[tuple[str, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every node is full."""
+        for name in ("world_size", "gpus_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise TopologyError(f"{name} must be a positive integer, not {value!r}.")
+        if self.world_size % self.gpus_per_node != 0:
+            raise TopologyError(
+                f"gpus_per_node = {self.gpus_per_node} does not divide world_size = {self.world_size}; "
+                f"legal values of gpus_per_node: {_divisors(self.world_size)}."
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.gpus_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank, from 0."""
+        return self._checked(rank) // self.gpus_per_node
+
+    def local_index(self, rank: int) -> int:
+        """Position of the rank in its node, from 0."""
+        return self._checked(rank) % self.gpus_per_node
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of a node, ascending."""
+        if not 0 <= node < self.nodes:
+            raise TopologyError(f"node {node} is not in 0..{self.nodes - 1}.")
+        return range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node)
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"rank {rank} is not in 0..{self.world_size - 1}.")
+        return rank
+
+
+def detect_topology(
+    gpus_per_node: int | None,
+    env: Mapping[str, str],
+    world_size: int,
+    host_names: Sequence[str] | None,
+    leaf_switches: Sequence[Sequence[str]] | None = None,
+) -> Topology:
+    """The checked topology of a run; gpus_per_node and leaf_switches are the values of amsp.topology."""
+    if leaf_switches is not None and host_names is not None:
+        check_leaf_switches(leaf_switches, host_names)
+    rows = None if leaf_switches is None else tuple(tuple(row) for row in leaf_switches)
+    return Topology(world_size, detect_gpus_per_node(gpus_per_node, env, world_size, host_names), rows)
+
+
+def detect_gpus_per_node(
+    block_value: int | None, env: Mapping[str, str], world_size: int, host_names: Sequence[str] | None
+) -> int:
+    """GPUs of a node: amsp.topology.gpus_per_node, else what the launcher says, else the ranks of a host.
+
+    host_names has the host of each rank, in rank order. Without it the launcher's LOCAL_WORLD_SIZE or
+    LOCAL_SIZE is believed, and without that the whole world is one host. Raises TopologyError when the ranks
+    of a host are not contiguous, when hosts are uneven (unless block_value divides every host), when launcher
+    and host names disagree, and when block_value does not divide a host. Every rank gets the same answer or
+    the same error as long as the launcher says the same everywhere.
+    """
+    said = _launcher_says(env)
+    if host_names is not None:
+        counts, seen = _host_counts(host_names, world_size), f"the hosts have {_counted(host_names)}"
+    elif said is not None:
+        counts, seen = _split(world_size, said[1]), f"{said[0]} = {said[1]}, world size {world_size}"
+    else:
+        counts, seen = [world_size], f"one host has all {world_size}"
+    if block_value is not None:
+        return _cut(block_value, math.gcd(*counts), seen)
+    if len(set(counts)) > 1:
+        raise TopologyError(f"hosts have different numbers of ranks ({seen}). {_possible(counts)}")
+    if said is None:
+        return counts[0]
+    # Several agents on one machine share its name: their smaller number is a node as good as the host.
+    if counts[0] % said[1] != 0:
+        raise TopologyError(
+            f"{said[0]} = {said[1]} contradicts the host names ({seen}); unset it, start the same number of "
+            'ranks on every host, or set "topology": {"gpus_per_node": ...}.'
+        )
+    return said[1]
+
+
+def check_leaf_switches(leaf_switches: Sequence[Sequence[str]], host_names: Sequence[str]) -> None:
+    """Every name must be a host of this run. Raises TopologyError with the nearest host otherwise."""
+    hosts = sorted(set(host_names))
+    unknown = [name for row in leaf_switches for name in row if name not in hosts]
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], hosts, n=1, cutoff=0.0)[0]
+        raise TopologyError(
+            f"amsp.topology.leaf_switches names {', '.join(unknown)}, which no rank runs on; "
+            f"did you mean {nearest!r}? Hosts of this run: {', '.join(hosts)}."
+        )
+
+
+def _launcher_says(env: Mapping[str, str]) -> tuple[str, int] | None:
+    for name in LOCAL_SIZE_VARIABLES:
+        text = env.get(name, "").strip()
+        if text:
+            if not (text.isascii() and text.isdigit()) or int(text) < 1:
+                raise TopologyError(f"{name} must be a positive integer, not {text!r}.")
+            return name, int(text)
+    return None
+
+
+def _host_counts(host_names: Sequence[str], world_size: int) -> list[int]:
+    """Ranks of each host, in rank order."""
+    if len(host_names) != world_size:
+        raise TopologyError(f"{len(host_names)} host names for world size {world_size}; need one per rank.")
+    runs = [name for name, _ in groupby(host_names)]
+    split = sorted({name for name in runs if runs.count(name) > 1})
+    if split:
+        ranks = {name: [rank for rank, host in enumerate(host_names) if host == name] for name in split}
+        where = ", ".join(f"{name} has ranks {ranks[name]}" for name in split)
+        raise TopologyError(f"the ranks of a host must be contiguous, but {where}; number them host by host.")
+    return [len(list(ranks)) for _, ranks in groupby(host_names)]
+
+
+def _split(world_size: int, local: int) -> list[int]:
+    """Hosts of `local` ranks and what is left over for the last one."""
+    whole, left = divmod(world_size, local)
+    return [local] * whole + [left] * (left > 0)
+
+
+def _counted(host_names: Sequence[str]) -> str:
+    return ", ".join(f"{name}: {len(list(ranks))}" for name, ranks in groupby(host_names))
+
+
+def _possible(counts: Sequence[int]) -> str:
+    """What uneven hosts can still do: nodes of a size that divides the count of every host (accelerate#2780)."""
+    common = math.gcd(*counts)
+    if common == 1:
+        return (
+            "No number above 1 divides every host, so only s0 = 1 is possible: start the same number "
+            'of ranks on every host, or set "topology": {"gpus_per_node": 1} to count each GPU as a node.'
+        )
+    return (
+        f'Set "topology": {{"gpus_per_node": {common}}} to cut the hosts into {sum(counts) // common} nodes '
+        f"of {common} GPUs; s0 may then be {_listed(_divisors(common))}."
+    )
+
+
+def _cut(block_value: int, common: int, seen: str) -> int:
+    """block_value if it divides `common`, the largest number that divides every host."""
+    if isinstance(block_value, bool) or not isinstance(block_value, int) or block_value < 1:
+        raise TopologyError(f"amsp.topology.gpus_per_node must be a positive integer, not {block_value!r}.")
+    if common % block_value != 0:
+        raise TopologyError(
+            f"amsp.topology.gpus_per_node = {block_value} does not divide every host ({seen}). It may cut "
+            f"a host into several nodes, never join hosts; legal values: {_listed(_divisors(common))}."
+        )
+    return block_value
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
