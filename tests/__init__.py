@@ -1,0 +1,1 @@
+"""Tests of deepspeed_amsp; helpers are imported as ``tests.support...``."""

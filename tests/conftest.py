@@ -1,0 +1,42 @@
+"""Settings for every test, and the fixtures that hand out pools of gloo workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before torch is imported anywhere: workers are forked from this process, and the child of a process with an
+# OpenMP thread pool hangs in its first parallel region. DeepSpeed picks its accelerator at import.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+
+from tests.support import pool as pool_module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_pools_at_the_end() -> Iterator[None]:
+    """Closes every pool that is still alive when the session ends."""
+    yield
+    pool_module.close_all()
+
+
+@pytest.fixture
+def pool() -> Callable[[int], pool_module.WorkerPool]:
+    """``pool(world_size)``: the cached pool of that size (see ``tests.support.pool``)."""
+    return pool_module.pool
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Callable[[int], pool_module.WorkerPool]]:
+    """``fresh_pool(world_size)``: a pool of this test's own, closed at its end; the test may kill ranks."""
+    made: list[pool_module.WorkerPool] = []
+
+    def make(world_size: int) -> pool_module.WorkerPool:
+        made.append(pool_module.fresh(world_size))
+        return made[-1]
+
+    yield make
+    for workers in made:
+        workers.close()

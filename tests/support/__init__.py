@@ -1,0 +1,1 @@
+"""Tools that tests share: a pool of forked gloo workers, an adversarial process group."""

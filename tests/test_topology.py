@@ -1,0 +1,157 @@
+"""Nodes of a world, from launcher variables and host names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_amsp.topology import Topology, TopologyError, detect_gpus_per_node, detect_topology
+
+
+def hosts(*counts: int) -> list[str]:
+    """Host names of the ranks of hosts a, b, ... that have these counts."""
+    return [name for name, count in zip("abcdefgh", counts, strict=False) for _ in range(count)]
+
+
+class TestDetect:
+    """Where gpus_per_node comes from."""
+
+    @pytest.mark.parametrize(
+        ("value", "env", "world", "names", "expected"),
+        [
+            (None, {"LOCAL_WORLD_SIZE": "4"}, 8, None, 4),
+            (None, {"LOCAL_SIZE": "2"}, 8, None, 2),
+            (None, {"LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, 8, None, 4),
+            (None, {"LOCAL_WORLD_SIZE": ""}, 8, None, 8),
+            (None, {}, 8, None, 8),
+            (None, {}, 8, hosts(4, 4), 4),
+            (None, {"LOCAL_WORLD_SIZE": "4"}, 8, hosts(4, 4), 4),
+            (None, {}, 1, hosts(1), 1),
+            (2, {"LOCAL_WORLD_SIZE": "4"}, 4, hosts(4), 2),
+            (1, {"LOCAL_WORLD_SIZE": "4"}, 4, None, 1),
+            (4, {"LOCAL_WORLD_SIZE": "4"}, 8, hosts(4, 4), 4),
+            # two agents of two on one machine: their number is the node
+            (None, {"LOCAL_WORLD_SIZE": "2"}, 4, hosts(4), 2),
+            (4, {"LOCAL_WORLD_SIZE": "2"}, 4, hosts(4), 4),
+            # uneven hosts, cut into nodes that divide both
+            (2, {"LOCAL_WORLD_SIZE": "4"}, 6, hosts(4, 2), 2),
+            (1, {"LOCAL_WORLD_SIZE": "3"}, 5, hosts(3, 2), 1),
+        ],
+    )
+    def test_right(
+        self, value: int | None, env: dict[str, str], world: int, names: list[str] | None, expected: int
+    ) -> None:
+        assert detect_gpus_per_node(value, env, world, names) == expected
+
+    @pytest.mark.parametrize(
+        ("value", "env", "world", "names", "words"),
+        [
+            (
+                8,
+                {"LOCAL_WORLD_SIZE": "4"},
+                8,
+                hosts(4, 4),
+                ["gpus_per_node = 8", "a: 4, b: 4", "legal values: 1, 2, 4"],
+            ),
+            (3, {"LOCAL_WORLD_SIZE": "4"}, 8, None, ["gpus_per_node = 3", "LOCAL_WORLD_SIZE = 4", "1, 2, 4"]),
+            (8, {}, 4, None, ["gpus_per_node = 8", "one host has all 4", "1, 2, 4"]),
+            (0, {}, 4, None, ["positive integer", "0"]),
+            (True, {}, 4, None, ["positive integer", "True"]),
+            (None, {"LOCAL_WORLD_SIZE": "3"}, 8, hosts(4, 4), ["LOCAL_WORLD_SIZE = 3", "a: 4, b: 4"]),
+            (None, {"LOCAL_WORLD_SIZE": "8"}, 8, hosts(4, 4), ["LOCAL_WORLD_SIZE = 8", "a: 4, b: 4"]),
+            (None, {"LOCAL_WORLD_SIZE": "four"}, 8, None, ["LOCAL_WORLD_SIZE", "'four'"]),
+            (None, {"LOCAL_SIZE": "0"}, 8, None, ["LOCAL_SIZE", "'0'"]),
+            (None, {"LOCAL_WORLD_SIZE": "-4"}, 8, None, ["LOCAL_WORLD_SIZE", "'-4'"]),
+            (None, {}, 3, hosts(2), ["2 host names", "world size 3"]),
+        ],
+    )
+    def test_refused(
+        self, value: Any, env: dict[str, str], world: int, names: list[str] | None, words: list[str]
+    ) -> None:
+        with pytest.raises(TopologyError) as caught:
+            detect_gpus_per_node(value, env, world, names)
+        for word in words:
+            assert word in str(caught.value)
+
+
+class TestUnevenHosts:
+    """Hosts with different counts, and what is possible on them."""
+
+    def test_says_counts_and_the_common_node(self) -> None:
+        with pytest.raises(TopologyError) as caught:
+            detect_gpus_per_node(None, {"LOCAL_WORLD_SIZE": "8"}, 12, hosts(8, 4))
+        assert "a: 8, b: 4" in str(caught.value)
+        assert '{"gpus_per_node": 4} to cut the hosts into 3 nodes of 4 GPUs' in str(caught.value)
+        assert "s0 may then be 1, 2, 4." in str(caught.value)
+
+    def test_says_when_only_single_gpus_are_possible(self) -> None:
+        with pytest.raises(TopologyError, match=r"a: 2, b: 3.*only s0 = 1 is possible"):
+            detect_gpus_per_node(None, {}, 5, hosts(2, 3))
+
+    def test_seen_from_the_launcher_alone(self) -> None:
+        with pytest.raises(TopologyError, match=r"LOCAL_WORLD_SIZE = 4, world size 6.*nodes of 2 GPUs"):
+            detect_gpus_per_node(None, {"LOCAL_WORLD_SIZE": "4"}, 6, None)
+
+    def test_same_error_on_every_host(self) -> None:
+        texts = set()
+        for local in ("2", "3"):  # the launcher tells each host its own count
+            with pytest.raises(TopologyError) as caught:
+                detect_gpus_per_node(None, {"LOCAL_WORLD_SIZE": local}, 5, hosts(2, 3))
+            texts.add(str(caught.value))
+        assert len(texts) == 1
+
+    def test_scattered_ranks(self) -> None:
+        with pytest.raises(TopologyError, match=r"a has ranks \[0, 2\], b has ranks \[1, 3\]"):
+            detect_gpus_per_node(None, {}, 4, ["a", "b", "a", "b"])
+
+    @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(1, 8))
+    def test_a_value_is_taken_exactly_when_no_node_spans_two_hosts(
+        self, counts: list[int], value: int
+    ) -> None:
+        names = hosts(*counts)
+        try:
+            found = detect_gpus_per_node(value, {}, len(names), names)
+        except TopologyError:
+            found = None
+        nodes = [names[i : i + value] for i in range(0, len(names), value)]
+        fits = all(len(node) == value and len(set(node)) == 1 for node in nodes)
+        assert found == (value if fits else None)
+
+
+class TestTopology:
+    """Ranks and nodes."""
+
+    def test_nodes(self) -> None:
+        world = Topology(6, 2)
+        assert world.nodes == 3
+        assert [world.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+        assert [world.local_index(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+        assert [list(world.ranks_of(node)) for node in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+    def test_out_of_range(self) -> None:
+        world = Topology(4, 2)
+        for call in (lambda: world.node_of(4), lambda: world.local_index(-1), lambda: world.ranks_of(2)):
+            with pytest.raises(TopologyError, match=r"is not in 0\.\."):
+                call()
+
+    @pytest.mark.parametrize(("world", "per_node"), [(0, 1), (4, 0), (4, True), (4.0, 2)])
+    def test_positive_integers(self, world: Any, per_node: Any) -> None:
+        with pytest.raises(TopologyError, match="positive integer"):
+            Topology(world, per_node)
+
+    def test_full_nodes(self) -> None:
+        with pytest.raises(TopologyError, match=r"does not divide world_size = 6.*\[1, 2, 3, 6\]"):
+            Topology(6, 4)
+
+    def test_detected(self) -> None:
+        world = detect_topology(2, {"LOCAL_WORLD_SIZE": "4"}, 8, hosts(4, 4), [["a"], ["b"]])
+        assert world == Topology(8, 2, (("a",), ("b",)))
+        assert detect_topology(None, {}, 4, None, [["anything"]]).leaf_switches == (("anything",),)
+        assert detect_topology(None, {}, 4, None).leaf_switches is None
+
+    def test_unknown_host_under_a_switch(self) -> None:
+        with pytest.raises(TopologyError, match="names node3, which no rank runs on; did you mean 'node2'"):
+            detect_topology(None, {}, 2, ["node1", "node2"], [["node1", "node3"]])
