@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -22,7 +23,7 @@ from torch import nn
 
 from deepspeed_amsp import compat
 from deepspeed_amsp.comm import Communicator
-from deepspeed_amsp.config import ConfigError, Problem, check_stage, is_missing_file, preflight, read_block
+from deepspeed_amsp.config import ConfigError, Problem, check_stage, is_missing_file, load_config, preflight, read_block
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
@@ -208,6 +209,11 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         model_dtype, _ = self.get_data_types()
         return int(self.zero_reduce_bucket_size()) * int(model_dtype.itemsize)
 
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        """torch's schedulers insist on a torch optimizer; DeepSpeed's take ours. They edit the same groups."""
+        ours = self.scheduler_name() is None or hasattr(lr_schedules, self.scheduler_name())
+        return super()._scheduler_from_config(optimizer if ours else self.basic_optimizer)
+
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """End of a backward: what the hooks left over is sent. The bucket size is the plan's."""
         boundary = self.is_gradient_accumulation_boundary()
@@ -390,7 +396,7 @@ def install() -> None:
     DeepSpeedEngine._amsp_installed = True
     DeepSpeedEngine.__new__ = _choose_engine
     _check_before(DeepSpeedConfig)
-    deepspeed.load_ds_config = _named_missing_file(deepspeed.load_ds_config)
+    deepspeed.load_ds_config = _checked_loading(deepspeed.load_ds_config)
 
 
 def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
@@ -414,10 +420,14 @@ def _check_before(config_class: type[DeepSpeedConfig]) -> None:
     config_class.__init__ = checked
 
 
-def _named_missing_file(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checked_loading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """DeepSpeed's loader reports a missing file as bad base64, and takes repeated keys in base64."""
+
     def checked(config: Any) -> Any:
-        if isinstance(config, str) and is_missing_file(config):
-            raise FileNotFoundError(f"no such file: DeepSpeed config {os.path.abspath(config)}")
+        if isinstance(config, str):
+            if is_missing_file(config):
+                raise FileNotFoundError(f"no such file: DeepSpeed config {os.path.abspath(config)}")
+            load_config(config)
         return load(config)
 
     return checked

@@ -161,7 +161,7 @@ def _counted(host_names: Sequence[str]) -> str:
 
 
 def _possible(counts: Sequence[int]) -> str:
-    """What uneven hosts can still do: nodes of a size that divides the count of every host (accelerate#2780)."""
+    """What uneven hosts can do: nodes of a size that divides the count of each host (accelerate#2780)."""
     common = math.gcd(*counts)
     if common == 1:
         return (

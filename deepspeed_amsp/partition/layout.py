@@ -236,21 +236,24 @@ def build_buckets(
         uniform: pad sections to one length always (the ``all_gather`` publish mode needs it).
 
     Owners are chosen largest piece first for the least loaded rank, with loads that persist over buckets;
-    ties go to the lower rank. A piece above an even share of everything is cut into row blocks first, since
-    greedy balancing breaks down there (design, section 1).
+    ties go to the lower rank. Buckets with the largest pieces choose first, whatever their place, so that the
+    others can make up for what a head at the end of the model does to the balance. A piece above an even
+    share of everything is cut into row blocks first, since greedy balancing breaks down there (design,
+    section 1).
     """
     total = sum(piece.numel for group in groups for piece in group)
     share = max(total // owners.size, 1)
-    loads = [0] * owners.size
-    buckets = []
-    for group_run in _runs(groups, bucket_numel):
-        pieces = [piece for group in group_run for piece in group]
+    runs = []
+    for run in _runs(groups, bucket_numel):
+        pieces = [piece for group in run for piece in group]
         if not whole_tensors and owners.size > 1:
             pieces = [block for piece in pieces for block in (piece.cut(share) if piece.numel > share else [piece])]
-        assigned = _assign(pieces, loads)
-        units = tuple(dict.fromkeys(piece.unit for group in group_run for piece in group))
-        buckets.append(_place(len(buckets), pieces, assigned, units, owners, uniform))
-    return buckets
+        runs.append(pieces)
+    loads = [0] * owners.size
+    assigned: dict[int, list[int]] = {}
+    for index in sorted(range(len(runs)), key=lambda i: (-max(piece.numel for piece in runs[i]), i)):
+        assigned[index] = _assign(runs[index], loads)
+    return [_place(index, pieces, assigned[index], owners, uniform) for index, pieces in enumerate(runs)]
 
 
 def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:
@@ -282,10 +285,10 @@ def _place(
     index: int,
     pieces: Sequence[Piece],
     owner_of: Sequence[int],
-    units: tuple[int, ...],
     owners: OwnerGrid,
     uniform: bool,
 ) -> BucketLayout:
+    units = tuple(dict.fromkeys(piece.unit for piece in pieces))
     used = [0] * owners.size
     for piece, owner in zip(pieces, owner_of, strict=True):
         used[owner] += piece.numel

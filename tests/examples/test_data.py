@@ -1,4 +1,4 @@
-"""The demo's data: a fixed split, the same global batches for every world size, a baseline one can compute."""
+"""The demo's data: a fixed split, the same global batches for every world size, a baseline by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_split_does_not_depend_on_where_the_folder_is(make_folder: MakeFolder) -
     """Only the name below the folder counts."""
     files = many_files()
     here = load_corpus(make_folder(files), 10**6, WINDOW)
-    there = load_corpus(make_folder({f"elsewhere/{n}": c for n, c in files.items()}) / "elsewhere", 10**6, WINDOW)
+    moved = make_folder({f"elsewhere/{name}": content for name, content in files.items()}) / "elsewhere"
+    there = load_corpus(moved, 10**6, WINDOW)
     assert torch.equal(here.valid, there.valid)
 
 
@@ -80,8 +81,8 @@ def test_one_file_gives_its_last_part_for_validation(make_folder: MakeFolder) ->
 def test_tests_packages_hidden_and_binary_files_are_left_out(make_folder: MakeFolder) -> None:
     """What is read is text that somebody wrote for this folder."""
     files = {"a.txt": b"text " * 200}
-    left_out = {"test/b.txt": b"B", "site-packages/c.txt": b"C", ".git/d.txt": b"D", ".e": b"E", "f.bin": b"F\0"}
-    folder = make_folder(files | left_out)
+    left_out = {"test/b.txt": b"B", "site-packages/c.txt": b"C", ".git/d.txt": b"D", ".e": b"E"}
+    folder = make_folder(files | left_out | {"f.bin": b"F\0"})
     corpus = load_corpus(folder, 10**6, WINDOW)
     assert as_bytes(corpus.train) + as_bytes(corpus.valid) == files["a.txt"]
     assert [path.name for path in text_files(folder)] == ["a.txt", "f.bin"]

@@ -29,8 +29,10 @@ def op_delivers(op: str, dtype_name: str, split: bool) -> None:
     if split:
         halves = [dist.new_group(ranks, backend="adversarial") for ranks in ([0, 1], [2, 3])]
         group = halves[dist.get_rank() // 2]
-    ticket, _, outputs, expected = issue(op, group, getattr(torch, dtype_name))
+    ticket, inputs, outputs, expected = issue(op, group, getattr(torch, dtype_name))
     assert all(is_poisoned(output) for output in outputs)
+    only_read = [one for one in inputs if not any(one is output for output in outputs)]
+    assert not any(is_poisoned(one) for one in only_read), "an input may be read in flight"
     assert not ticket.is_completed()
     assert len(adversarial.unwaited()) == 1
     ticket.wait()

@@ -174,14 +174,14 @@ def test_a_killed_rank_is_named(fresh_pool: Pool) -> None:
 
 
 def test_workers_do_not_outlive_their_parent(fresh_pool: Pool) -> None:
-    """A child of this process makes a pool and is killed: its workers must go by themselves."""
+    """A child of this process makes a pool and is killed: its workers, one of them busy, go by themselves."""
     fresh_pool(1)  # an open pool whose pipe ends the child inherits
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         workers = WorkerPool(2)
         os.write(send, " ".join(map(str, workers.pids)).encode())
-        time.sleep(600)
+        workers.run(hang_on, 1, timeout=600)
     os.close(send)
     pids = [int(one) for one in os.read(receive, 100).split()]
     os.close(receive)

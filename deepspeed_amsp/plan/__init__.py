@@ -1,0 +1,1 @@
+"""Which factors a run uses, and what they cost: pure arithmetic, without torch.distributed and deepspeed."""
