@@ -140,9 +140,7 @@ class Communicator:
     ) -> Ticket:
         size, own = group.size, splits[group.index]
         received = sections.new_empty(size * own)
-        work = dist.all_to_all_single(
-            received, sections, [own] * size, list(splits), group=group.handle, async_op=True
-        )
+        work = dist.all_to_all_single(received, sections, [own] * size, list(splits), group=group.handle, async_op=True)
 
         def total() -> None:
             wide = torch.promote_types(received.dtype, torch.float32)
@@ -150,16 +148,18 @@ class Communicator:
 
         return Ticket([work], [sections, mine], total)
 
-    def _reduce_each(
-        self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
-    ) -> Ticket:
+    def _reduce_each(self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]) -> Ticket:
         parts = list(sections.split(list(splits)))
         works = [
             dist.reduce(part, rank, group=group.handle, async_op=True)
             for part, rank in zip(parts, group.ranks, strict=True)
             if part.numel()
         ]
-        return Ticket(works, [sections, mine], lambda: mine.copy_(parts[group.index]) and None)
+
+        def pick() -> None:
+            mine.copy_(parts[group.index])
+
+        return Ticket(works, [sections, mine], pick)
 
     def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> None:
         size = message.numel() * message.element_size()

@@ -36,6 +36,10 @@ class ConfigError(ValueError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n  ".join([f"{count} in the DeepSpeed config:", *map(str, problems)]))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        """Pickled by its problems: an exception that travels between processes is rebuilt from its arguments."""
+        return type(self), (list(self.problems),)
+
 
 def shown(value: object) -> str:
     """A value as JSON spells it."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,70 +15,27 @@ import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp import compat
-from deepspeed_amsp.comm import Communicator
-from deepspeed_amsp.config import ConfigError, Problem, check_stage, is_missing_file, load_config, preflight, read_block
-from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
+from deepspeed_amsp.config import (
+    ConfigError,
+    Problem,
+    check_stage,
+    is_missing_file,
+    load_config,
+    preflight,
+    read_block,
+)
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
-from deepspeed_amsp.partition.optim_states import moments_per_element
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
-from deepspeed_amsp.plan.resolve import Plan, make_plan
-from deepspeed_amsp.topology import Topology, detect_topology
-
-PLAN_FILE = "amsp_plan.json"
-
-
-class Runtime:
-    """What an engine exposes as ``engine.amsp``: the plan, the mesh, and reports about a running engine."""
-
-    def __init__(self, plan: Plan, topology: Topology) -> None:
-        self.plan = plan
-        self.topology = topology
-        self.mesh = Mesh(plan.sharding, plan.merge_communicators)
-        self.comm = Communicator()
-        self.units: list[Unit] = []
-        self.optimizer: AMSPOptimizer | None = None
-
-    def memory_report(self) -> dict[str, dict[str, int]]:
-        """Bytes on this rank, held and by formula with the true owner loads.
-
-        P is the working copy at rest. G is the gradient at rest between micro-batches (after the first
-        window's first micro-batch), or, without accumulation, the owned gradient before the step. The
-        moments' formula is 0 for an optimizer whose state per element is not known.
-        """
-        optimizer = self._optimizer()
-        moments = moments_per_element(optimizer.optimizer)
-        owned = optimizer.owned_numel
-        return {
-            "P": {"held": sum(unit.held_bytes for unit in self.units), "formula": optimizer.parameter_bytes},
-            "G": dict(optimizer.gradient_bytes),
-            "master": {"held": optimizer.states.master_bytes, "formula": optimizer.master_bytes},
-            "moments": {"held": optimizer.states.state_bytes, "formula": 4 * owned * (moments or 0)},
-        }
-
-    def collectives(self) -> list[dict[str, Any]]:
-        """Collectives of the last whole step that this rank took part in, by kind and purpose."""
-        counts: Counter[tuple[str, str]] = Counter()
-        sizes: Counter[tuple[str, str]] = Counter()
-        for entry in self.comm.last_step:
-            key = (entry.op, entry.purpose.value)
-            counts[key] += 1
-            sizes[key] += entry.bytes
-        return [
-            {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
-            for kind, purpose in counts
-        ]
-
-    def _optimizer(self) -> AMSPOptimizer:
-        if self.optimizer is None:
-            raise RuntimeError("this engine has no optimizer, so there are no gradients or states to report")
-        return self.optimizer
+from deepspeed_amsp.plan.resolve import make_plan
+from deepspeed_amsp.runtime import Runtime
+from deepspeed_amsp.topology import detect_topology
 
 
 class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -92,6 +48,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
     """
 
     amsp: Runtime
+    dont_change_device: bool
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **kwargs: Any) -> None:
         self._unpartitioned_view = False
@@ -276,7 +233,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         Raises:
             LayoutError: on every rank, when the checkpoint was written by another plan or world size.
         """
-        self._check_written_plan(load_dir, tag)
+        check_written_plan(load_dir, tag, self.amsp.plan)
         with self._unpartitioned():
             result = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         self._wait_for_parameters()
@@ -285,31 +242,20 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
     def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         self._wait_for_parameters()
         with self._unpartitioned():
-            result = super().save_checkpoint(save_dir, tag, *args, **kwargs)
-        return result
+            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
         created = super()._create_checkpoint_file(save_dir, tag, zero_checkpoint)
         if dist.get_rank() == 0 and not zero_checkpoint:
-            with open(os.path.join(save_dir, str(tag), PLAN_FILE), "w", encoding="utf-8") as file:
-                json.dump(self.amsp.plan.fingerprint(), file, indent=2)
+            write_plan(os.path.join(save_dir, str(tag)), self.amsp.plan)
         return bool(created)
 
-    def _check_written_plan(self, load_dir: str, tag: str | None) -> None:
-        tag = tag if tag is not None else _latest_tag(load_dir)
-        if tag is None:
-            return
-        path = os.path.join(load_dir, str(tag), PLAN_FILE)
-        if not os.path.isfile(path):
-            raise LayoutError(
-                f"{os.path.join(load_dir, str(tag))} holds no {PLAN_FILE}: it is no checkpoint that an amsp engine "
-                f"wrote. Load it with the engine that wrote it"
-            )
-        with open(path, encoding="utf-8") as file:
-            self.optimizer.check_same_plan(json.load(file))
-
     def _get_ckpt_name(
-        self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
+        self,
+        checkpoints_path: str,
+        tag: str,
+        mp_placeholder: str | None = None,
+        pp_placeholder: str | None = None,
     ) -> str:
         if not self._sharded:
             return str(super()._get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder))
@@ -326,7 +272,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _get_zero_frozen_param_attributes(self, attr_func: Callable[[Any], Any]) -> None:
         """Frozen parameters are part of the module state; nothing is saved twice."""
-        return None
+        return
 
     def _get_shared_params(self) -> dict[str, str]:
         first: dict[int, str] = {}
@@ -337,8 +283,32 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             first.setdefault(id(param), name)
         return shared
 
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        self._wait_for_parameters()
+        return bool(super().save_16bit_model(*args, **kwargs))
+
     def _copy_recovery_script(self, save_path: str) -> None:
         """DeepSpeed's zero_to_fp32.py cannot read our files, so it is not put beside them."""
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """Whole working copies on the CPU of rank 0, gathered unit by unit; None on other ranks. Collective."""
+        self._wait_for_parameters()
+        keep = dist.get_rank() == 0
+        whole: dict[str, torch.Tensor] = {}
+        for unit, values in self.optimizer.gathered_units():
+            if keep:
+                names = (spec.name for spec in unit.layout.params)
+                whole.update((name, value.detach().cpu().clone()) for name, value in zip(names, values, strict=True))
+        if not keep:
+            return None
+        aliases = self._get_shared_params()
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        state = OrderedDict()
+        for name, value in self.module.state_dict().items():
+            source = aliases.get(name, name)
+            if not (exclude_frozen_parameters and source in frozen):
+                state[name] = whole[source] if source in whole else value.cpu()
+        return state
 
     def _sharded_units(self) -> list[ShardedUnit]:
         return [unit for unit in self.amsp.units if isinstance(unit, ShardedUnit)]
@@ -355,14 +325,6 @@ def _unit_key(unit: Unit) -> str:
     return f"{unit.index}:{unit.name}:{unit.dtype}"
 
 
-def _latest_tag(load_dir: str) -> str | None:
-    path = os.path.join(load_dir, "latest")
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return file.read().strip()
-
-
 def _refusal(path: str, reason: str) -> ConfigError:
     return ConfigError([Problem(path, reason)])
 
@@ -374,11 +336,10 @@ def _host_names() -> list[str]:
 
 
 def _refuse_model(model: nn.Module) -> None:
-    if isinstance(model, PipelineModule):
-        raise _refusal("amsp", "a PipelineModule cannot be trained with an amsp block; pass a plain nn.Module")
     if any(hasattr(param, "ds_id") for param in model.parameters()):
         raise _refusal(
-            "amsp", "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly"
+            "amsp",
+            "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly",
         )
 
 
@@ -403,7 +364,11 @@ def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> Dee
     config_class = kwargs.get("config_class")
     wanted = config_class is not None and read_block(config_class._param_dict) is not None
     if wanted and cls is not DeepSpeedEngine and not issubclass(cls, AMSPEngine):
-        raise _refusal("amsp", f"an amsp block cannot be used with a {cls.__name__}; remove one of the two")
+        raise _refusal(
+            "amsp",
+            f"the block cannot be used with DeepSpeed's {cls.__name__}: pass a plain nn.Module instead of a "
+            f"PipelineModule and switch the hybrid engine off, or remove the block",
+        )
     return object.__new__(AMSPEngine if wanted and cls is DeepSpeedEngine else cls)
 
 
@@ -442,7 +407,5 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, An
     install()
     engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
     if not isinstance(engine, AMSPEngine):
-        raise _refusal(
-            "amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize'
-        )
+        raise _refusal("amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize')
     return engine, optimizer, dataloader, scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.partition.accounting import Accounting
 from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.layout import (
     BucketLayout,
@@ -24,7 +25,7 @@ from deepspeed_amsp.partition.layout import (
     renumber,
     shard_pieces,
 )
-from deepspeed_amsp.partition.optim_states import Master, OwnedStates, cuts_allowed, make_masters
+from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
 from deepspeed_amsp.schedule.gather import Gatherer
@@ -88,9 +89,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self._by_index = {unit.index: unit for unit in units}
         self.optimizer = basic
         self._named = {
-            spec.name: param
-            for unit in units
-            for spec, param in zip(unit.layout.params, unit.parameters, strict=True)
+            spec.name: param for unit in units for spec, param in zip(unit.layout.params, unit.parameters, strict=True)
         }
         self._trainable = self._find_trainable()
         self.layouts = self._build_layouts()
@@ -113,6 +112,15 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             wire_dtype=settings.wire_dtype,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
+        )
+        self.accounting = Accounting(
+            self.units,
+            self.layouts,
+            self._grads,
+            self.states,
+            owner,
+            mesh.coordinates.inner,
+            settings.accumulation_dtype,
         )
         self.gradient_bytes: dict[str, int] = {}
         """Of the first accumulation window, for the memory report: measured once, since measuring waits."""
@@ -220,7 +228,8 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self._ask_engine()
         self._reducer.end_of_backward()
         if not self.gradient_bytes and not self._reducer.boundary:
-            self.gradient_bytes = self.resting_gradient_bytes()
+            self._reducer.drain()
+            self.gradient_bytes = self.accounting.resting_gradients()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         self.reduce_gradients()
@@ -245,9 +254,9 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """
         if closure is not None:
             raise ValueError("AMSPOptimizer.step takes no closure: gradients are already reduced when it is called")
-        if not self.gradient_bytes:
-            self.gradient_bytes = self.owned_gradient_bytes()
         self._reducer.drain()
+        if not self.gradient_bytes:
+            self.gradient_bytes = self.accounting.owned_gradients()
         norm = self._norm()
         self.overflow = self.settings.check_overflow and not math.isfinite(norm.item())
         self._global_grad_norm = float("inf") if self.overflow else norm
@@ -335,49 +344,18 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def trainable_names(self) -> list[str]:
         return list(self._trainable.values())
 
-    @property
-    def owned_numel(self) -> int:
-        """Elements of all pieces that this rank owns."""
-        return sum(layout.owned_numel(self._mesh.owner_index) for layout in self.layouts)
-
-    @property
-    def master_bytes(self) -> int:
-        """By formula: fp32, or fp64 for fp64 parameters."""
-        return sum(
-            layout.owned_numel(self._mesh.owner_index) * _wide(self._dtype_of(layout)).itemsize
-            for layout in self.layouts
-        )
-
-    @property
-    def parameter_bytes(self) -> int:
-        """By formula: 1/s_p of every unit, rounded up to the alignment."""
-        return sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in self.units)
-
-    def resting_gradient_bytes(self) -> dict[str, int]:
-        """Bytes of gradients that rest between micro-batches now (waits for those in flight), and by formula."""
-        self._reducer.drain()
-        inner = self._mesh.coordinates.inner
-        size = self.settings.accumulation_dtype.itemsize
-        return {
-            "held": sum(grads.held_bytes for grads in self._grads),
-            "formula": sum(layout.kept_range(inner)[1] * size for layout in self.layouts),
-        }
-
-    def owned_gradient_bytes(self) -> dict[str, int]:
-        """Bytes of fully reduced gradients before the step, and by formula: the owner's sections."""
-        self._reducer.drain()
-        size = self.settings.accumulation_dtype.itemsize
-        return {
-            "held": sum(grads.held_bytes for grads in self._grads),
-            "formula": sum(layout.sections[self._mesh.owner_index][1] * size for layout in self.layouts),
-        }
-
-    def _dtype_of(self, layout: BucketLayout) -> torch.dtype:
-        return self._by_index[layout.units[0]].dtype
-
     def wait_for_parameters(self) -> None:
         """Make every working copy current."""
         self.publisher.wait_all()
+
+    def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
+        """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
+        if self._gatherer is None:
+            return
+        for unit in self._gatherer.units:
+            self._gatherer.gather(unit)
+            yield unit, [param.data for param in unit.parameters]
+            self._gatherer.free(unit)
 
     def publish_all(self) -> None:
         """Rebuild all working copies from the masters (after a load)."""
@@ -398,59 +376,25 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Masters and optimizer states that this rank owns, with the plan that cut them."""
-        inner = self.optimizer.state_dict()
-        return {
-            "amsp_format": CHECKPOINT_FORMAT,
-            "amsp_plan": self.plan.fingerprint(),
-            "amsp_pieces": [_piece_key(master) for master in self.states.all_masters()],
-            "masters": [master.value.detach() for master in self.states.all_masters()],
-            "optimizer": inner,
-        }
+        return {"format": CHECKPOINT_FORMAT, "plan": self.plan.fingerprint(), **self.states.state_dict()}
 
     def load_state_dict(
-        self,
-        state_dict_list: Sequence[Mapping[str, Any]],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-        **_: Any,
+        self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True, **_: Any
     ) -> None:
         """Load what `state_dict` of the same rank, plan and world size made.
 
         Raises:
-            LayoutError: the checkpoint is of another plan or world size, or not ours.
+            LayoutError: the checkpoint is not ours, or its pieces have other owners.
         """
         index = self._mesh.scalars.index
         saved = state_dict_list[index] if index < len(state_dict_list) else None
-        self._check_checkpoint(saved)
-        assert saved is not None
-        if load_optimizer_states:
-            self.optimizer.load_state_dict(saved["optimizer"])
-        for master, value in zip(self.states.all_masters(), saved["masters"], strict=True):
-            master.value.data.copy_(value)
-        self.publish_all()
-
-    def check_same_plan(self, written: Mapping[str, Any]) -> None:
-        """Raises LayoutError unless ``written`` is the fingerprint of a plan that cuts as this one does."""
-        mine = self.plan.fingerprint()
-        if any(written[key] != mine[key] for key in ("world_size", "data_parallel", "sharding")):
-            raise LayoutError(
-                f"the checkpoint was written by plan {_factors(written)} and cannot be loaded by plan "
-                f"{_factors(mine)}: run with the plan and world size that wrote it"
-            )
-
-    def _check_checkpoint(self, saved: Mapping[str, Any] | None) -> None:
-        if saved is None or saved.get("amsp_format") != CHECKPOINT_FORMAT:
+        if saved is None or saved.get("format") != CHECKPOINT_FORMAT:
             raise LayoutError(
                 "the checkpoint holds no amsp optimizer states of this format; load it with the engine that "
                 "wrote it, or pass load_optimizer_states=False to start from its weights"
             )
-        self.check_same_plan(saved["amsp_plan"])
-        if saved["amsp_pieces"] != [_piece_key(master) for master in self.states.all_masters()]:
-            raise LayoutError(
-                "the checkpoint's tensors have other owners than this run's: the model, "
-                "zero_optimization.reduce_bucket_size or amsp.bucket_bytes and amsp.publish must be what they "
-                "were when it was written"
-            )
+        self.states.load_state_dict(saved, load_optimizer_states)
+        self.publish_all()
 
     def destroy(self) -> None:
         """Take hooks and watchers off the model. Local: other ranks need not call it."""
@@ -462,12 +406,3 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _piece_key(master: Master) -> tuple[str, int, int]:
-    piece = master.slot.piece
-    return piece.param.name, piece.start, piece.stop
-
-
-def _factors(fingerprint: Mapping[str, Any]) -> str:
-    return f"{fingerprint['sharding']} on {fingerprint['world_size']} ranks {fingerprint['data_parallel']}"

@@ -48,9 +48,7 @@ class TestBlock:
         assert block.enabled
         assert block.sharding == "search"
         assert (block.reduce, block.publish) == ("two_level", "broadcast")
-        assert block.overlap.model_dump() == dict.fromkeys(
-            ("gather", "reduce_scatter", "all_reduce", "publish"), True
-        )
+        assert block.overlap.model_dump() == dict.fromkeys(("gather", "reduce_scatter", "all_reduce", "publish"), True)
         assert block.topology.model_dump() == {"gpus_per_node": None, "leaf_switches": None}
         assert (block.profile, block.bucket_bytes, block.memory_limit_gb) == (None, None, None)
         assert (block.verify_every, block.prefetch_bytes, block.keep_after_forward) == (0, 64 * 2**20, "none")
@@ -85,9 +83,7 @@ class TestBlock:
             ({}, (1, 1, 1)),
         ],
     )
-    def test_missing_members_shard_as_little_as_possible(
-        self, given_members: Any, filled: tuple[Any, ...]
-    ) -> None:
+    def test_missing_members_shard_as_little_as_possible(self, given_members: Any, filled: tuple[Any, ...]) -> None:
         assert tuple(read({"sharding": given_members}).sharding.filled().values()) == filled  # type: ignore[union-attr]
 
     def test_absent_and_disabled(self) -> None:
@@ -135,10 +131,7 @@ class TestUnknownKeys:
         assert f'did you mean "{nearest}"?' in reason
 
     def test_every_legal_key_is_listed(self) -> None:
-        assert (
-            "Legal: enabled, sharding, reduce, publish"
-            in problems_of_block({"paramters": 2})["amsp.paramters"]
-        )
+        assert "Legal: enabled, sharding, reduce, publish" in problems_of_block({"paramters": 2})["amsp.paramters"]
 
     def test_all_at_once(self) -> None:
         block = {
@@ -157,10 +150,7 @@ class TestUnknownKeys:
         }
 
     def test_value_is_shown_as_json(self) -> None:
-        assert (
-            "(value [2, 1])"
-            in problems_of_block({"sharding": {"paramters": [2, 1]}})["amsp.sharding.paramters"]
-        )
+        assert "(value [2, 1])" in problems_of_block({"sharding": {"paramters": [2, 1]}})["amsp.sharding.paramters"]
 
     def test_non_string_key(self) -> None:
         assert "unknown key" in problems_of_block({1: 2})["amsp.1"]
@@ -206,9 +196,7 @@ class TestAuto:
 class TestBooleans:
     """DeepSpeed's strings are taken, numbers and other words are not."""
 
-    @pytest.mark.parametrize(
-        ("value", "expected"), [(True, True), ("true", True), ("FALSE", False), (False, False)]
-    )
+    @pytest.mark.parametrize(("value", "expected"), [(True, True), ("true", True), ("FALSE", False), (False, False)])
     def test_taken(self, value: Any, expected: bool) -> None:
         assert read({"overlap": {"gather": value}}).overlap.gather is expected
         assert read({"hierarchical": value}).hierarchical is expected
@@ -220,9 +208,7 @@ class TestBooleans:
         assert reason["amsp.hierarchical"] == f"must be true or false, not {json.dumps(value)}"
 
 
-words = st.sampled_from(
-    ["auto", "true", "none", "all", "zero1", "search", "two_level", "gather", "parameters", ""]
-)
+words = st.sampled_from(["auto", "true", "none", "all", "zero1", "search", "two_level", "gather", "parameters", ""])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | words,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
@@ -257,9 +243,7 @@ class TestNumbers:
         assert reason.startswith("must be ")
         assert reason.endswith(f"not {json.dumps(value)}")
 
-    @pytest.mark.parametrize(
-        "path", ["verify_every", "prefetch_bytes", "bucket_bytes", "topology.gpus_per_node"]
-    )
+    @pytest.mark.parametrize("path", ["verify_every", "prefetch_bytes", "bucket_bytes", "topology.gpus_per_node"])
     @pytest.mark.parametrize("value", [2.5, "2", True, -1, math.nan, [2]])
     def test_other_counts_refused(self, path: str, value: Any) -> None:
         assert f"amsp.{path}" in problems_of_block(nested(path, value))
@@ -320,9 +304,7 @@ class TestStage:
         for other in {1, 2, 3} - {stage}:
             with pytest.raises(ConfigError) as caught:
                 check_stage({"zero_optimization": zero}, other, "of the factors")
-            assert f'write "zero_optimization": {{"stage": {other}}}, because of the factors' in str(
-                caught.value
-            )
+            assert f'write "zero_optimization": {{"stage": {other}}}, because of the factors' in str(caught.value)
 
     @pytest.mark.parametrize(
         "config",
@@ -341,9 +323,7 @@ class TestFiles:
 
     def test_reads_what_deepspeed_reads(self, tmp_path: Path) -> None:
         file = tmp_path / "ds.json"
-        file.write_text(
-            '\ufeff{"amsp": {"sharding": "zero1",}, // comment\n "train_batch_size": 4}', encoding="utf-8"
-        )
+        file.write_text('\ufeff{"amsp": {"sharding": "zero1",}, // comment\n "train_batch_size": 4}', encoding="utf-8")
         assert load_config_file(file) == {"amsp": {"sharding": "zero1"}, "train_batch_size": 4}
         assert load_config(str(file)) == load_config_file(file)
 

@@ -111,9 +111,7 @@ class TestMisplaced:
         found = problems_beside({"zero_optimization": {"stage": 1, "amsp": {"sharding": "zero1"}}}, enabled)
         assert "top-level block" in found["zero_optimization.amsp"]
 
-    @pytest.mark.parametrize(
-        "name", ["amps", "asmp", "AMSP", "Amsp", "ampsp", "deepspeed_amsp", "amsp_config"]
-    )
+    @pytest.mark.parametrize("name", ["amps", "asmp", "AMSP", "Amsp", "ampsp", "deepspeed_amsp", "amsp_config"])
     def test_near_misses(self, name: str) -> None:
         found = problems_beside({name: {"sharding": "zero1"}}, enabled=False)
         assert 'did you mean "amsp"?' in found[name]

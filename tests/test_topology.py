@@ -108,9 +108,7 @@ class TestUnevenHosts:
             detect_gpus_per_node(None, {}, 4, ["a", "b", "a", "b"])
 
     @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(1, 8))
-    def test_a_value_is_taken_exactly_when_no_node_spans_two_hosts(
-        self, counts: list[int], value: int
-    ) -> None:
+    def test_a_value_is_taken_exactly_when_no_node_spans_two_hosts(self, counts: list[int], value: int) -> None:
         names = hosts(*counts)
         try:
             found = detect_gpus_per_node(value, {}, len(names), names)

@@ -28,6 +28,7 @@ class LayoutError(ValueError):
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 

@@ -128,8 +128,8 @@ class OwnedStates:
                     group = optimizer.param_groups[group_of[id(param)]]
                     optimizer.state[master.value] = _initial_state(optimizer, group, old_state[param], master)
             self._bucket_groups.append(split)
-            for group, members in zip(by_group, split, strict=True):
-                group.extend(members)
+            for total, members in zip(by_group, split, strict=True):
+                total.extend(members)
         self._all_groups = by_group
         self._point_at(by_group)
         # An optimizer that is not known to be elementwise may couple its tensors (an EMA of a global norm,
@@ -160,6 +160,36 @@ class OwnedStates:
         """Bytes of the optimizer's per-element state (moments); step counters and other scalars not counted."""
         tensors = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         return sum(t.numel() * t.element_size() for t in tensors if t.dim())
+
+    def pieces(self) -> list[tuple[str, int, int]]:
+        """(parameter, start, stop) of every owned piece, in bucket order."""
+        pieces = (master.slot.piece for master in self.all_masters())
+        return [(piece.param.name, piece.start, piece.stop) for piece in pieces]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and optimizer state that this rank owns."""
+        return {
+            "pieces": self.pieces(),
+            "masters": [master.value.detach() for master in self.all_masters()],
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], load_optimizer_states: bool) -> None:
+        """Load what `state_dict` made of the same pieces.
+
+        Raises:
+            LayoutError: the saved pieces are others than the owned ones.
+        """
+        if saved["pieces"] != self.pieces():
+            raise LayoutError(
+                "the checkpoint's tensors have other owners than this run's: the model, "
+                "zero_optimization.reduce_bucket_size or amsp.bucket_bytes and amsp.publish must be what they "
+                "were when it was written"
+            )
+        if load_optimizer_states:
+            self.optimizer.load_state_dict(saved["optimizer"])
+        for master, value in zip(self.all_masters(), saved["masters"], strict=True):
+            master.value.data.copy_(value)
 
     def _point_at(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         for group, members in zip(self.optimizer.param_groups, groups, strict=True):

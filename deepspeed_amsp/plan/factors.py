@@ -178,9 +178,7 @@ class Sharding:
 
     def __str__(self) -> str:
         """The factors on one line, "P 1x1 | G 2x1 | OS 2x2 of 2x2"."""
-        return (
-            f"P {self.parameters} | G {self.gradients} | OS {self.optimizer_states} of {self.data_parallel}"
-        )
+        return f"P {self.parameters} | G {self.gradients} | OS {self.optimizer_states} of {self.data_parallel}"
 
 
 @dataclass(frozen=True)
@@ -270,8 +268,7 @@ def _refusal(candidate: Candidate, rule: Rule, component: str) -> FactorError:
         tail = f"Legal values of {component} next to {beside}: {_listed(fitting)}."
     else:
         tail = (
-            f"No value of {component} fits next to {beside}; "
-            f"legal values of {component} on its own: {_listed(every)}."
+            f"No value of {component} fits next to {beside}; legal values of {component} on its own: {_listed(every)}."
         )
     return FactorError(f"{head} {tail}", rule.name, component)
 
@@ -292,9 +289,7 @@ def legal_factors(data_parallel: ShardFactor) -> list[ShardFactor]:
     return within + across
 
 
-def enumerate_shardings(
-    data_parallel: ShardFactor, gradients: Literal["any", "paper"] = "any"
-) -> list[Sharding]:
+def enumerate_shardings(data_parallel: ShardFactor, gradients: Literal["any", "paper"] = "any") -> list[Sharding]:
     """Every legal triple, ordered by (s_p, s_os, s_g). "paper" keeps s_g in {s_p, s_os} (section IV-B)."""
     if gradients not in ("any", "paper"):
         raise FactorError(f'gradients must be "any" or "paper", not {gradients!r}.')
@@ -320,7 +315,5 @@ def preset(name: str, data_parallel: ShardFactor) -> Sharding:
     }
     if name not in known:
         nearest = difflib.get_close_matches(str(name).lower(), PRESETS, n=1, cutoff=0.0)[0]
-        raise FactorError(
-            f"unknown preset {name!r}: did you mean {nearest!r}? The presets are {', '.join(PRESETS)}."
-        )
+        raise FactorError(f"unknown preset {name!r}: did you mean {nearest!r}? The presets are {', '.join(PRESETS)}.")
     return Sharding(*known[name], data_parallel)

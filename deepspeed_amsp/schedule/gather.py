@@ -49,6 +49,15 @@ class Gatherer:
             self._prefetch(order, unit, 1 if backward else self._prefetch_bytes)
         self._arrive(unit)
 
+    @property
+    def units(self) -> list[ShardedUnit]:
+        return list(self._units.values())
+
+    def gather(self, unit: ShardedUnit) -> None:
+        """Make ``unit`` readable outside a pass; nothing is recorded or prefetched."""
+        self._issue(unit)
+        self._arrive(unit)
+
     def free(self, unit: ShardedUnit) -> None:
         if unit.state is UnitState.FULL:
             unit.free()

@@ -55,7 +55,9 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
         return param
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def items(self) -> Any:
         self._list()
@@ -71,7 +73,9 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
             if param is not None and not torch.compiler.is_compiling():
                 self._on_list(param)
 
-    def __reduce__(self) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
         return dict, (dict(super().items()),)
 
 
@@ -203,9 +207,7 @@ class Hooks:
                     self._gatherer.free(unit)
 
     def _used_by_outer(self, unit: ShardedUnit) -> bool:
-        return any(
-            unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames
-        )
+        return any(unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames)
 
     def _gather_before_backward(self, output: Any, used: list[ShardedUnit]) -> None:
         gatherer = self._gatherer

@@ -42,9 +42,7 @@ def classes_of(ds_config: Any, how: str) -> tuple[str, str, bool]:
         args = parser.parse_args(["--deepspeed", "--deepspeed_config", ds_config])
         engine, optimizer, *_ = initialize(args=args, model=model, model_parameters=model.parameters())
     else:
-        engine, optimizer, *_ = initialize(
-            model=model, model_parameters=model.parameters(), config=ds_config
-        )
+        engine, optimizer, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     names = type(engine).__name__, type(optimizer).__name__, isinstance(engine, deepspeed.DeepSpeedEngine)
     engine.destroy()
     return names
@@ -76,7 +74,7 @@ def test_the_explicit_way_insists_on_a_block(block: dict[str, Any] | None) -> No
 
 
 def test_a_config_file_that_does_not_exist_is_no_such_file() -> None:
-    with pytest.raises(RankError, match="no such file: DeepSpeed config .*missing.json") as error:
+    with pytest.raises(RankError, match=r"no such file: DeepSpeed config .*missing\.json") as error:
         pool(2).run(classes_of, "missing.json", "plain")
     assert error.value.type_name.endswith("FileNotFoundError")
 
@@ -106,6 +104,12 @@ def test_an_early_bound_initialize_is_enough(tmp_path: Path) -> None:
     }  # fmt: skip
     script = SCRIPT.replace("{config}", repr(config()))
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert "CLASS AMSPEngine" in done.stdout, done.stdout + done.stderr

@@ -43,7 +43,9 @@ def assert_parity(reports: list[Any], case: Case, rtol: float = 1e-5, atol: floa
     model = models.make_model(case.model)
     for copies in (whole_masters(reports, model), working_copies(reports, model)):
         for name, value in want.parameters.items():
-            torch.testing.assert_close(copies[name].float(), value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                copies[name].float(), value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 # ---- models, optimizers, precision -------------------------------------------------------------------------
@@ -196,7 +198,10 @@ def _learning_rates(case: Case) -> list[float]:
     "scheduler",
     [
         {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 3}},
-        {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2, "total_num_steps": 6}},
+        {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 2, "total_num_steps": 6},
+        },
         {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 6}},
         {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}},
     ],

@@ -12,7 +12,7 @@ CLUSTERS = {4: [(2, 2), (4, 1)], 8: [(4, 2), (2, 4)]}
 """World size -> (gpus per node, nodes)."""
 
 # Rows of a two-level orthogonal array of strength 2 in seven factors: any two columns show all four pairs.
-_ROWS = [tuple((row >> 2 & 1, row >> 1 & 1, row & 1)) for row in range(8)]
+_ROWS = [(row >> 2 & 1, row >> 1 & 1, row & 1) for row in range(8)]
 CHOICES: dict[str, tuple[Any, Any]] = {
     "reduce": ("two_level", "all_reduce"),
     "publish": ("broadcast", "all_gather"),

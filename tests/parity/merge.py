@@ -40,9 +40,7 @@ def working_copies(reports: Sequence[Report], model: nn.Module) -> dict[str, tor
     if reports[0].parameters:
         return dict(reports[0].parameters)
     shards = {report.coordinates[-1]: report.shards for report in reports}
-    flats = {
-        key: torch.cat([shards[coordinate][key] for coordinate in sorted(shards)]) for key in reports[0].shards
-    }
+    flats = {key: torch.cat([shards[coordinate][key] for coordinate in sorted(shards)]) for key in reports[0].shards}
     names: dict[str, list[tuple[str, nn.Parameter]]] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():

@@ -126,9 +126,7 @@ def test_greedy_balance_of_whole_tensors_is_what_the_models_allow(
 
 @pytest.mark.parametrize("groups", [LLAMA_7B, LLAMA3_8B, QWEN3_8B], ids=["7b", "llama3-8b", "qwen3-8b"])
 @pytest.mark.parametrize(("owners", "at_once", "by_bucket"), [(8, 1.02, 1.05), (32, 1.05, 1.15), (128, 1.25, 1.6)])
-def test_row_blocks_mend_the_balance(
-    groups: list[list[Piece]], owners: int, at_once: float, by_bucket: float
-) -> None:
+def test_row_blocks_mend_the_balance(groups: list[list[Piece]], owners: int, at_once: float, by_bucket: float) -> None:
     """Cutting what is above an even share keeps the load near the mean; buckets of 1 GiB cost a little of it.
 
     At 128 owners an even share is about one tensor, so whole tensors cannot be balanced better by bucket.

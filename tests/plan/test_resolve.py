@@ -66,9 +66,7 @@ class TestResolve:
         assert resolved(sharding, 32, 8) == expected
 
     @given(st.integers(1, 12), st.integers(1, 12), st.data())
-    def test_integers_are_the_sizes_of_legal_factors(
-        self, per_node: int, nodes: int, data: st.DataObject
-    ) -> None:
+    def test_integers_are_the_sizes_of_legal_factors(self, per_node: int, nodes: int, data: st.DataObject) -> None:
         legal = {one.size: one for one in legal_factors(ShardFactor(per_node, nodes))}
         size = data.draw(st.one_of(st.sampled_from(sorted(legal)), st.integers(1, 150)))
         asked = block(sharding={"optimizer_states": size})
@@ -102,9 +100,7 @@ class TestRefusals:
         assert text.endswith(f"Legal values of optimizer_states: {legal}.")
 
     def test_impossible_pair(self) -> None:
-        with pytest.raises(
-            FactorError, match=r"optimizer_states \[3, 1\].*W = 4.*\[1, 1\], \[2, 1\], \[4, 1\]\."
-        ):
+        with pytest.raises(FactorError, match=r"optimizer_states \[3, 1\].*W = 4.*\[1, 1\], \[2, 1\], \[4, 1\]\."):
             resolved({"optimizer_states": [3, 1]}, 4, 4)
 
     def test_one_gpu_takes_every_preset(self) -> None:
@@ -112,9 +108,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("world", "per_node"), [(6, 4), (4, 8)])
     def test_uneven_world(self, world: int, per_node: int) -> None:
-        with pytest.raises(
-            FactorError, match=rf"gpus_per_node = {per_node} does not divide .* W = {world}"
-        ) as caught:
+        with pytest.raises(FactorError, match=rf"gpus_per_node = {per_node} does not divide .* W = {world}") as caught:
             resolved("ddp", world, per_node)
         assert str([d for d in range(1, world + 1) if world % d == 0]) in str(caught.value)
 

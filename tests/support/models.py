@@ -46,9 +46,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 12)
-        self.block = nn.TransformerEncoderLayer(
-            12, 2, 20, dropout=0.0, batch_first=True, norm_first=True, bias=False
-        )
+        self.block = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True, norm_first=True, bias=False)
         self.norm = nn.LayerNorm(12)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -166,9 +164,7 @@ class Outcome:
     norms: list[float]
 
 
-def reference(
-    model_name: str, optimizer_name: str, ranks: int, micro_batches: int, steps: int, clip: float
-) -> Outcome:
+def reference(model_name: str, optimizer_name: str, ranks: int, micro_batches: int, steps: int, clip: float) -> Outcome:
     """Plain training on the concatenated batch, in fp32."""
     model = make_model(model_name)
     optimizer = make_optimizer(optimizer_name, model)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -63,9 +62,7 @@ class RankError(RuntimeError):
     for a rank that died or hung, "died" or "hung", what is known, and its stacks.
     """
 
-    def __init__(
-        self, rank: int, type_name: str, message: str, remote_traceback: str, others: str = ""
-    ) -> None:
+    def __init__(self, rank: int, type_name: str, message: str, remote_traceback: str, others: str = "") -> None:
         self.rank, self.type_name, self.remote_message = rank, type_name, message
         self.remote_traceback, self.others = remote_traceback, others
         super().__init__(f"rank {rank}: {type_name}: {message}\n{remote_traceback.rstrip()}{others}")
@@ -87,7 +84,6 @@ class WorkerPool:
         self._directory = Path(tempfile.mkdtemp(prefix="amsp-pool-"))
         self._connections: list[Connection] = []
         self._processes: list[Any] = []  # of multiprocessing.context.ForkProcess, which not every system has
-        self._serials = itertools.count(1)
         self._alive = True
         _LIVE.append(self)
         for rank in range(world_size):
@@ -165,12 +161,10 @@ class WorkerPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fork(self, rank: int) -> None:
-        inherited = [end for other in _LIVE for end in other._connections]
         ours, theirs = multiprocessing.Pipe()
-        # Ours is copied into the child as well: it closes that copy along with the other pools' ends.
         process = multiprocessing.get_context("fork").Process(
             target=worker.serve,
-            args=(rank, self.world_size, theirs, [*inherited, ours], self._directory),
+            args=(rank, self.world_size, theirs, self._directory),
             name=f"amsp-rank-{rank}-of-{self.world_size}",
             daemon=True,
         )
@@ -209,9 +203,8 @@ class WorkerPool:
 
     def _settle(self) -> str:
         """Lets every rank tidy up; says what is wrong, "" if nothing."""
-        serial = next(self._serials)
         for connection in self._connections:
-            self._post(connection, "settle", serial)
+            self._post(connection, "settle")
         everyone = range(self.world_size)
         answers, lost = self._receive("settled", worker.SETTLE_TIMEOUT_S, everyone)
         wrong = [f"rank {rank}: {text}" for rank, text in sorted(answers.items()) if text]

@@ -153,9 +153,7 @@ def test_a_hang_is_killed_within_the_timeout_with_its_stacks(fresh_pool: Pool) -
     assert not any(is_running(one) for one in pids)
 
 
-def test_a_worker_s_own_watchdog_ends_it(
-    fresh_pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_s_own_watchdog_ends_it(fresh_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no help from the parent: its patience is longer here than the worker's."""
 
     from tests.support import worker

@@ -1,0 +1,59 @@
+"""What an engine exposes as ``engine.amsp``: the plan, the mesh, and reports about a running engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.optimizer import AMSPOptimizer
+from deepspeed_amsp.partition.accounting import Bytes
+from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.topology import Topology
+
+
+class Runtime:
+    """One engine's plan on its cluster."""
+
+    def __init__(self, plan: Plan, topology: Topology) -> None:
+        self.plan = plan
+        self.topology = topology
+        self.mesh = Mesh(plan.sharding, plan.merge_communicators)
+        self.comm = Communicator()
+        self.units: list[Unit] = []
+        self.optimizer: AMSPOptimizer | None = None
+
+    def memory_report(self) -> dict[str, Bytes]:
+        """Bytes on this rank by "P", "G", "master" and "moments", held and by formula with true owner loads.
+
+        G is the gradient at rest between micro-batches, measured in the first window, or, without
+        accumulation, the owned gradient before the step.
+
+        Raises:
+            RuntimeError: before the first step, or without an optimizer.
+        """
+        if self.optimizer is None or not self.optimizer.gradient_bytes:
+            raise RuntimeError("there are no gradients and states to report before the first training step")
+        accounting = self.optimizer.accounting
+        return {
+            "P": accounting.parameters(),
+            "G": dict(self.optimizer.gradient_bytes),
+            "master": accounting.masters(),
+            "moments": accounting.moments(),
+        }
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """Collectives of the last whole step that this rank took part in, by kind and purpose; bytes are whole
+        messages (see `comm.LogEntry`)."""
+        counts: Counter[tuple[str, str]] = Counter()
+        sizes: Counter[tuple[str, str]] = Counter()
+        for entry in self.comm.last_step:
+            key = (entry.op, entry.purpose.value)
+            counts[key] += 1
+            sizes[key] += entry.bytes
+        return [
+            {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
+            for kind, purpose in counts
+        ]

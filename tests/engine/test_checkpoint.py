@@ -1,0 +1,179 @@
+"""save_checkpoint and load_checkpoint with the same plan and world size; any other plan is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_amsp.plan.factors import Sharding
+from tests.engine.test_training import SPREAD, make_case, spread
+from tests.support import models
+from tests.support.jobs import Case, make_engine, report_of, train_step
+from tests.support.pool import RankError, pool
+
+SCHEDULER = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 6},
+}
+
+
+def _straight(case: Case) -> Any:
+    engine = make_engine(case)
+    losses = [train_step(engine, case, step) for step in range(6)]
+    report = report_of(engine, losses, [engine.get_lr()[0], engine.global_steps])
+    engine.destroy()
+    return report
+
+
+def _resumed(case: Case, folder: str, load_with: Case) -> Any:
+    engine = make_engine(case)
+    losses = [train_step(engine, case, step) for step in range(3)]
+    engine.save_checkpoint(folder, client_state={"position": 3})
+    after = train_step(engine, case, 3)  # saving must not disturb the run that saves
+    engine.destroy()
+
+    engine = make_engine(load_with)
+    # Other weights and states than the saved ones, so that a load that does nothing is seen.
+    train_step(engine, load_with, 50)
+    path, client_state = engine.load_checkpoint(folder)
+    assert path is not None and client_state["position"] == 3
+    losses += [train_step(engine, load_with, step) for step in range(3, 6)]
+    assert losses[3] == after
+    report = report_of(engine, losses, [engine.get_lr()[0], engine.global_steps])
+    engine.destroy()
+    return report
+
+
+@spread
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resuming_equals_going_on(sharding: Sharding, bf16: bool, tmp_path: Path) -> None:
+    case = make_case(sharding, bf16=bf16, extra={"scheduler": SCHEDULER})
+    straight = pool(4).run(_straight, case)
+    resumed = pool(4).run(_resumed, case, str(tmp_path), case)
+    for one, other in zip(straight, resumed, strict=True):
+        assert one.losses == other.losses and one.norms == other.norms
+        assert all(torch.equal(value, other.masters[piece]) for piece, value in one.masters.items())
+        for name, value in (one.parameters | one.shards).items():
+            assert torch.equal(value, (other.parameters | other.shards)[name]), name
+
+
+def test_another_plan_is_refused_on_every_rank(tmp_path: Path) -> None:
+    case, other = make_case(SPREAD[1]), make_case(SPREAD[2])
+    errors = pool(4).run(_resumed, case, str(tmp_path), other, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, Exception)
+        text = str(error)
+        assert "written by plan" in text and "cannot be loaded by plan" in text
+        assert "'optimizer_states': [2, 2]" in text and "'parameters': [2, 1]" in text
+
+
+def test_another_world_size_is_refused(tmp_path: Path) -> None:
+    pool(4).run(_save, make_case(SPREAD[0]), str(tmp_path))
+    smaller = Case(amsp={"sharding": "ddp", "topology": {"gpus_per_node": 2}}, stage=1)
+    with pytest.raises(RankError, match=r"on 4 ranks .* cannot be loaded by plan .* on 2 ranks"):
+        pool(2).run(_load, smaller, str(tmp_path))
+
+
+def test_other_buckets_are_refused(tmp_path: Path) -> None:
+    """The owners follow from the buckets, so a change of their size moves states to other ranks."""
+    case, other = make_case(SPREAD[1]), make_case(SPREAD[1])
+    other.amsp["bucket_bytes"] = 10**9  # type: ignore[index]
+    pool(4).run(_save, case, str(tmp_path))
+    with pytest.raises(RankError, match="tensors have other owners than this run's"):
+        pool(4).run(_load, other, str(tmp_path))
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    plain = Case(amsp=None, stage=1)
+    pool(2).run(_save, plain, str(tmp_path))
+    ours = Case(amsp={"sharding": "zero1", "topology": {"gpus_per_node": 2}}, stage=1)
+    with pytest.raises(RankError, match="no checkpoint that an amsp engine wrote"):
+        pool(2).run(_load, ours, str(tmp_path))
+
+
+def test_a_folder_without_checkpoints_loads_nothing_as_in_deepspeed(tmp_path: Path) -> None:
+    ours = Case(amsp={"sharding": "zero1", "topology": {"gpus_per_node": 2}}, stage=1)
+    assert pool(2).run(_load, ours, str(tmp_path)) == [(None, None)] * 2
+
+
+def _save(case: Case, folder: str) -> None:
+    engine = make_engine(case)
+    train_step(engine, case, 0)
+    engine.save_checkpoint(folder, tag="here")
+    engine.destroy()
+
+
+def _load(case: Case, folder: str) -> tuple[Any, Any]:
+    engine = make_engine(case)
+    try:
+        path, state = engine.load_checkpoint(folder)
+        return path, state
+    finally:
+        engine.destroy()
+
+
+def test_one_replica_writes_and_the_plan_is_readable(tmp_path: Path) -> None:
+    """(2,1) for all three on 2x2: two of the four ranks hold everything, so two write states."""
+    from deepspeed_amsp.plan.factors import ShardFactor
+
+    node = ShardFactor(2, 1)
+    pool(4).run(_save, make_case(Sharding(node, node, node, ShardFactor(2, 2))), str(tmp_path))
+    names = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert names == [
+        "amsp_plan.json",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ]
+    plan = json.loads((tmp_path / "here" / "amsp_plan.json").read_text())
+    assert plan["world_size"] == 4 and plan["sharding"]["optimizer_states"] == [2, 1]
+
+
+def _load_weights_only(case: Case, folder: str) -> Any:
+    engine = make_engine(case)
+    train_step(engine, case, 0)
+    engine.save_checkpoint(folder)
+    saved = report_of(engine, [], [])
+    train_step(engine, case, 1)
+    engine.load_checkpoint(folder, load_module_only=True)
+    loaded = report_of(engine, [], [])
+    steps = engine.global_steps
+    engine.destroy()
+    return saved, loaded, steps
+
+
+@spread
+def test_loading_only_the_module_refreshes_the_masters(sharding: Sharding, tmp_path: Path) -> None:
+    for saved, loaded, steps in pool(4).run(_load_weights_only, make_case(sharding), str(tmp_path)):
+        assert all(
+            torch.equal(v, (loaded.parameters | loaded.shards)[n]) for n, v in (saved.parameters | saved.shards).items()
+        )
+        assert all(torch.equal(v, loaded.masters[p]) for p, v in saved.masters.items())
+        assert steps == 2, "counters are not loaded with load_module_only"
+
+
+def _sixteen_bit(case: Case, folder: str) -> Any:
+    engine = make_engine(case)
+    train_step(engine, case, 0)
+    engine.save_16bit_model(folder)
+    report = report_of(engine, [], [])
+    engine.destroy()
+    return report
+
+
+@spread
+def test_save_16bit_model_writes_whole_weights(sharding: Sharding, tmp_path: Path) -> None:
+    from tests.parity.merge import working_copies
+
+    case = make_case(sharding, bf16=True, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    reports = pool(4).run(_sixteen_bit, case, str(tmp_path))
+    written = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    model = models.make_model(case.model)
+    assert written.keys() == model.state_dict().keys()
+    for name, value in working_copies(reports, model).items():
+        assert torch.equal(written[name], value), name
