@@ -251,18 +251,15 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         return bool(created)
 
     def _get_ckpt_name(
-        self,
-        checkpoints_path: str,
-        tag: str,
-        mp_placeholder: str | None = None,
-        pp_placeholder: str | None = None,
+        self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
     ) -> str:
+        """One model file, or with s_p > 1 one for every rank of a replica: each holds its shards."""
+        with self._unpartitioned():
+            path = str(super()._get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder))
         if not self._sharded:
-            return str(super()._get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder))
-        model_rank = mp_placeholder if mp_placeholder is not None else f"{self.checkpoint_mp_rank:02d}"
+            return path
         rank = pp_placeholder if pp_placeholder is not None else self.amsp.mesh.scalars.index
-        name = f"zero_pp_rank_{rank}_mp_rank_{model_rank}_model_states.pt"
-        return os.path.join(checkpoints_path, str(tag), name)
+        return os.path.join(os.path.dirname(path), f"zero_pp_rank_{rank}_{os.path.basename(path)}")
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Full shapes of the optimized parameters, by name, one dictionary for all groups."""
