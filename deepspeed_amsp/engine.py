@@ -33,7 +33,7 @@ from deepspeed_amsp.config import (
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
-from deepspeed_amsp.plan.resolve import make_plan
+from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built
 from deepspeed_amsp.runtime import Runtime
 from deepspeed_amsp.topology import detect_topology
 
@@ -44,6 +44,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
     Raises at construction, on every rank, before any group is made:
         ConfigError: the block or what stands next to it in the ds_config.
         FactorError: factors that are not legal on this cluster.
+        NotBuilt: keys of the block that this version cannot honour.
         TopologyError: nodes of different size, or ranks of a host that are not contiguous.
     """
 
@@ -55,6 +56,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
+        refuse_not_built(block)
         _refuse_model(model)
         topology = detect_topology(
             block.topology.gpus_per_node,

@@ -161,6 +161,30 @@ def resolve_sharding(block: AmspBlock, world_size: int, gpus_per_node: int) -> S
     return _from_factors(block.sharding, dp)
 
 
+NOT_BUILT: dict[str, object] = {
+    "hierarchical": False,
+    "keep_after_forward": "none",
+    "memory_limit_gb": None,
+    "profile": None,
+    "verify_every": 0,
+}
+"""Keys of the block that this version knows but cannot honour, with the only value that it takes."""
+
+
+class NotBuilt(NotImplementedError):
+    """The block asks for something that this version does not do. It is refused rather than ignored."""
+
+
+def refuse_not_built(block: AmspBlock) -> None:
+    """Raises NotBuilt, naming every key of the block that would have no effect."""
+    asked = {f"amsp.{key}": getattr(block, key) for key, only in NOT_BUILT.items() if getattr(block, key) != only}
+    if block.topology.leaf_switches is not None:
+        asked["amsp.topology.leaf_switches"] = [list(row) for row in block.topology.leaf_switches]
+    if asked:
+        listed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in asked.items())
+        raise NotBuilt(f"this version does not do {listed} yet; remove it from the block")
+
+
 def make_plan(block: AmspBlock, world_size: int, gpus_per_node: int) -> Plan:
     """The whole plan that the block asks for. Raises as `resolve_sharding` does."""
     return Plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from deepspeed_amsp.config import SHARDING_NAMES, AmspBlock, read_block
 from deepspeed_amsp.plan.factors import PRESETS, FactorError, ShardFactor, Sharding, legal_factors, preset
 from deepspeed_amsp.plan.resolve import (
+    NotBuilt,
     Overlap,
     Plan,
     PlannerUnavailable,
     PublishMode,
     ReduceMode,
     make_plan,
+    refuse_not_built,
     resolve_sharding,
 )
 
@@ -206,3 +209,19 @@ class TestPlan:
     def test_modes_are_enums(self) -> None:
         with pytest.raises(TypeError, match="ReduceMode"):
             Plan(preset("ddp", ShardFactor(1)), reduce="two_level")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hierarchical": True}, "amsp.hierarchical = true"),
+        ({"keep_after_forward": 5}, "amsp.keep_after_forward = 5"),
+        ({"verify_every": 3, "profile": "p.json"}, 'amsp.profile = "p.json", amsp.verify_every = 3'),
+        ({"topology": {"leaf_switches": [["a"]]}}, 'amsp.topology.leaf_switches = [["a"]]'),
+    ],
+)
+def test_keys_without_an_effect_are_refused(changes: dict[str, Any], named: str) -> None:
+    """A key that nothing reads must not look as if it worked."""
+    with pytest.raises(NotBuilt, match=re.escape(named)):
+        refuse_not_built(block(sharding="zero1", **changes))
+    refuse_not_built(block(sharding="zero1"))
