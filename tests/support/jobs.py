@@ -9,7 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support import models
+from tests.support import models, worker
+
+
+def _plain_groups() -> None:
+    from deepspeed_amsp import mesh
+
+    mesh.GROUP_BACKEND = None
+
+
+worker.after_job.append(_plain_groups)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,7 @@ def train(case: Case) -> Report:
         from tests.support import adversarial
 
         adversarial.assert_all_waited()
+        assert adversarial.issued() > 0, "nothing went through the adversarial groups"
     return report
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -97,7 +98,7 @@ def serve(rank: int, world_size: int, conn: Connection, directory: Path) -> NoRe
         try:
             kind, *content = pickle.loads(conn.recv_bytes())
         except EOFError:
-            os._exit(0)  # not sys.exit: the interpreter's own shutdown could hang in gloo
+            _exit_as_orphan(directory)
         if kind == "job":
             timeout, payload = content
             faulthandler.dump_traceback_later(timeout + WATCHDOG_MARGIN_S, exit=True, file=stacks)
@@ -112,7 +113,7 @@ def serve(rank: int, world_size: int, conn: Connection, directory: Path) -> NoRe
             _send(conn, "settled", wrong)
             faulthandler.cancel_dump_traceback_later()
         else:
-            os._exit(0)
+            os._exit(0)  # not sys.exit: the interpreter's own shutdown could hang in gloo
 
 
 def _send(conn: Connection, *message: Any) -> None:
@@ -120,16 +121,22 @@ def _send(conn: Connection, *message: Any) -> None:
 
 
 def _exit_when_orphaned(directory: Path) -> None:
-    """Starts a thread that ends this process, and removes ``directory``, once its parent is gone."""
-    parent = os.getppid()
+    """Starts a thread that ends this process once its parent is gone, whatever the job is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is a child of a multiprocessing parent"
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent.pid:
             time.sleep(_ORPHAN_POLL_S)
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
+        _exit_as_orphan(directory)
 
     threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
+
+
+def _exit_as_orphan(directory: Path) -> NoReturn:
+    """Removes what the parent can no longer remove, and ends this process."""
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
 
 
 def _set_environment(rank: int, world_size: int, directory: Path) -> None:
