@@ -1,0 +1,22 @@
+"""Packaging of deepspeed_amsp. Tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+DEMO = ["rich>=13", "matplotlib>=3.7"]
+TEST = [*DEMO, "pytest>=8", "hypothesis>=6", "ruff", "mypy"]
+
+setup(
+    name="deepspeed_amsp",
+    version="0.1.0",
+    description="Shard parameters, gradients and optimizer states independently in DeepSpeed (AMSP)",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["deepspeed_amsp", "deepspeed_amsp.*"]),
+    package_data={"deepspeed_amsp": ["py.typed"]},
+    install_requires=["torch>=2.7", "deepspeed>=0.19.5,<0.20", "pydantic>=2"],
+    extras_require={"demo": DEMO, "test": TEST},
+)
