@@ -35,25 +35,39 @@ class LogEntry:
     label: str
 
 
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out; the message names what it carried and the ranks."""
+
+
 class Ticket:
     """An issued collective with the buffers that it keeps alive.
 
-    `wait` may be called several times; the collective's result is in its output buffer after the first.
+    `wait` may be called several times; the collective's result is in its output buffer after the first. It
+    raises `CollectiveError` when the process group says that the collective failed.
     """
 
-    __slots__ = ("_finish", "_keep", "_works")
+    __slots__ = ("_entry", "_finish", "_keep", "_works")
 
     def __init__(
-        self, works: Sequence[Any] = (), keep: Sequence[Any] = (), finish: Callable[[], None] | None = None
+        self, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None, entry: LogEntry
     ) -> None:
         self._works: list[Any] = list(works)
         self._keep: list[Any] = list(keep)
         self._finish = finish
+        self._entry = entry
 
     def wait(self) -> None:
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            entry = self._entry
+            raise CollectiveError(
+                f"{entry.op} of {entry.label} ({entry.purpose.value}) over ranks {list(entry.ranks)} did not complete: "
+                f"{error}. Another rank has died, or did not get to this point: with parameters sharded all ranks must "
+                f"run the same modules, the same number of batches and the same calls"
+            ) from error
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -93,7 +107,7 @@ class Communicator:
         self._log("all_gather", group, full, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             work = _all_gather_single(full, shard, group=group.handle, async_op=True)
-        return Ticket([work], [full, shard])
+        return self._ticket([work], [full, shard])
 
     def reduce_scatter(
         self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int], label: str
@@ -110,22 +124,23 @@ class Communicator:
                 return self._exchange_and_sum(group, sections, mine, splits)
             if len(set(splits)) == 1:
                 work = _reduce_scatter_single(mine, sections, group=group.handle, async_op=True)
-                return Ticket([work], [sections, mine])
+                return self._ticket([work], [sections, mine])
             return self._reduce_each(group, sections, mine, splits)
 
-    def all_reduce(self, group: Group, buffer: torch.Tensor, label: str) -> Ticket:
-        """``buffer`` becomes its sum over the group, in place."""
+    def all_reduce(self, group: Group, buffer: torch.Tensor, label: str, largest: bool = False) -> Ticket:
+        """``buffer`` becomes its sum (``largest``: its maximum) over the group, in place."""
         self._log("all_reduce", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
-            work = dist.all_reduce(buffer, group=group.handle, async_op=True)
-        return Ticket([work], [buffer])
+            operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            work = dist.all_reduce(buffer, operation, group=group.handle, async_op=True)
+        return self._ticket([work], [buffer])
 
     def broadcast(self, group: Group, buffer: torch.Tensor, source: int, label: str) -> Ticket:
         """``buffer`` becomes that of the rank with group index ``source``, in place."""
         self._log("broadcast", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
-        return Ticket([work], [buffer])
+        return self._ticket([work], [buffer])
 
     def all_gather_objects(self, group: Group, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, by group index. Blocks; for set-up and reports only."""
@@ -146,7 +161,7 @@ class Communicator:
             wide = torch.promote_types(received.dtype, torch.float32)
             mine.copy_(received.view(size, own).sum(dim=0, dtype=wide))
 
-        return Ticket([work], [sections, mine], total)
+        return self._ticket([work], [sections, mine], total)
 
     def _reduce_each(self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]) -> Ticket:
         parts = list(sections.split(list(splits)))
@@ -159,7 +174,10 @@ class Communicator:
         def pick() -> None:
             mine.copy_(parts[group.index])
 
-        return Ticket(works, [sections, mine], pick)
+        return self._ticket(works, [sections, mine], pick)
+
+    def _ticket(self, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None = None) -> Ticket:
+        return Ticket(works, keep, finish, self._running[-1])
 
     def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> None:
         size = message.numel() * message.element_size()

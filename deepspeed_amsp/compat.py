@@ -54,6 +54,9 @@ OPTIMIZER_METHODS = (
 )
 
 
+TORCH_INTERNALS = ("_current_graph_task_id", "_swap_tensor_impl")
+
+
 class IncompatibleVersion(ImportError):
     """The installed DeepSpeed or torch is not one that this package was built for."""
 
@@ -80,8 +83,7 @@ def check() -> None:
         missing.append("DeepSpeedEngine.__init__(config_class)")
     if not hasattr(deepspeed, "load_ds_config"):
         missing.append("deepspeed.load_ds_config")
-    if not hasattr(torch._C, "_current_graph_task_id"):
-        missing.append("torch._C._current_graph_task_id")
+    missing += [f"torch._C.{name}" for name in TORCH_INTERNALS if not hasattr(torch._C, name)]
     if missing:
         raise IncompatibleVersion(
             f"DeepSpeed {deepspeed.__version__} lacks what deepspeed_amsp builds on: {', '.join(missing)}"

@@ -194,6 +194,7 @@ class AmspBlock(_Frozen):
     topology: TopologyBlock = TopologyBlock()
     profile: Annotated[str | None, PlainValidator(_path)] = None
     verify_every: Whole = 0
+    unused_parameters: Annotated[str, PlainValidator(_one_of("skip", "zero_fill"))] = "skip"
     hierarchical: Switch = False
     prefetch_bytes: Whole = 64 * 1024 * 1024
     bucket_bytes: Count = None

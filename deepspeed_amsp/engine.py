@@ -13,8 +13,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import logger
 from torch import nn
@@ -32,6 +33,7 @@ from deepspeed_amsp.config import (
 )
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
+from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
 from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built
 from deepspeed_amsp.runtime import Runtime
@@ -69,6 +71,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
         self.amsp = Runtime(plan, topology)
+        self._block = block
         super().__init__(args, model, *rest, **kwargs)
         if dist.get_rank() == 0:
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
@@ -81,13 +84,16 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Cast and place the module; with s_p > 1 the device only ever sees one whole unit at a time."""
+        if not self._sharded:
+            for name, module in model.named_modules():
+                materialise(module, name, self.device)
         stay = self.dont_change_device
         self.dont_change_device = stay or self._sharded
         try:
             super()._configure_distributed_model(model)
         finally:
             self.dont_change_device = stay
-        members = list(find_units(self.module))
+        members = find_units(self.module, prepare=lambda module, name: materialise(module, name, self.device))
         if not self._sharded:
             self.amsp.units = [ReplicatedUnit(index, unit) for index, unit in enumerate(members)]
             return
@@ -146,27 +152,42 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> AMSPOptimizer:
         if optimizer is None:
             raise _refusal("optimizer", "there is none; an amsp engine trains, so name one or pass one to initialize")
-        _, accumulation = self.get_data_types()
-        settings = OptimizerSettings(
-            clip=float(self.gradient_clipping()),
-            accumulation_dtype=accumulation,
-            wire_dtype=self.communication_data_type,
-            bucket_bytes=self._bucket_bytes(),
-            check_overflow=self.bfloat16_enabled() and bool(self._config.bfloat16_config.check_grad_overflow),
-            average=bool(self.gradient_average),
-            allow_untested=bool(self.zero_allow_untested_optimizer()),
-        )
         amsp = self.amsp
         amsp.optimizer = AMSPOptimizer(
-            self, self.module, amsp.units, optimizer, amsp.plan, amsp.mesh, amsp.comm, settings
+            self, self.module, amsp.units, optimizer, amsp.plan, amsp.mesh, amsp.comm, self._settings(), self._scaler()
         )
         return amsp.optimizer
 
-    def _bucket_bytes(self) -> int:
-        if self.amsp.plan.bucket_bytes is not None:
-            return self.amsp.plan.bucket_bytes
+    def _settings(self) -> OptimizerSettings:
+        config = self._config
+        named_dtype = config.grad_accum_dtype
+        predivide = float(self.gradient_predivide_factor())
+        return OptimizerSettings(
+            clip=float(self.gradient_clipping()),
+            accumulation_dtype=None if named_dtype is None else DtypeEnum(named_dtype).value,
+            wire_dtype=config.communication_data_type and self.communication_data_type,
+            bucket_numel=self._bucket_numel(),
+            check_overflow=self.fp16_enabled()
+            or (self.bfloat16_enabled() and bool(config.bfloat16_config.check_grad_overflow)),
+            average=bool(self.gradient_average),
+            prescale=1.0 / (predivide if self.postscale_gradients() else self.amsp.plan.sharding.s_dp),
+            compute_norm=bool(self.zero_compute_grad_norm()),
+            allow_untested=bool(self.zero_allow_untested_optimizer()),
+            zero_fill_unused=self._block.unused_parameters == "zero_fill",
+            verify_every=self._block.verify_every,
+        )
+
+    def _scaler(self) -> Any:
         model_dtype, _ = self.get_data_types()
-        return int(self.zero_reduce_bucket_size()) * int(model_dtype.itemsize)
+        return CreateLossScaler(
+            model_dtype, self.loss_scale(), self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
+        )
+
+    def _bucket_numel(self) -> int:
+        if self.amsp.plan.bucket_bytes is None:
+            return int(self.zero_reduce_bucket_size())
+        model_dtype, _ = self.get_data_types()
+        return max(self.amsp.plan.bucket_bytes // int(model_dtype.itemsize), 1)
 
     def _scheduler_from_config(self, optimizer: Any) -> Any:
         """torch's schedulers insist on a torch optimizer; DeepSpeed's take ours. They edit the same groups."""
@@ -178,6 +199,22 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         boundary = self.is_gradient_accumulation_boundary()
         self.optimizer.set_gradient_accumulation_boundary(boundary)
         self.optimizer.reduce_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Defer the reduction of this backward's gradients to a later one; only where gradients rest whole.
+
+        Raises:
+            RuntimeError: gradients or parameters are sharded (stage 2 and 3), so every backward reduces.
+        """
+        if self.zero_optimization_partition_gradients():
+            raise RuntimeError(
+                f"no_sync() needs gradients that rest whole on every rank, but this plan shards them "
+                f"({self.amsp.plan.sharding}). Use gradient_accumulation_steps, which defers what can be deferred, or "
+                f"set amsp.sharding.gradients and parameters to [1, 1]"
+            )
+        with super().no_sync():
+            yield
 
     def destroy(self) -> None:
         super().destroy()

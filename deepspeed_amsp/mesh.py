@@ -129,6 +129,7 @@ class Mesh:
         self.data = self._group(Purpose.GRAD_REDUCE, "data")
         self.publish = self._group(Purpose.PUBLISH, "optim")
         self.scalars = self._group(Purpose.SCALARS, "shards")
+        self.world_scalars = self._group(Purpose.SCALARS, "world")
 
     @property
     def owner_index(self) -> int:

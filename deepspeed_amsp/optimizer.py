@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp.comm import Communicator
@@ -28,31 +29,42 @@ from deepspeed_amsp.partition.layout import (
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
+from deepspeed_amsp.schedule.agreement import Agreement
 from deepspeed_amsp.schedule.gather import Gatherer
 from deepspeed_amsp.schedule.hooks import Hooks
 from deepspeed_amsp.schedule.publish import Publisher
 from deepspeed_amsp.schedule.reduce import GradientReducer
+from deepspeed_amsp.state_access import StateAccess
+from deepspeed_amsp.update import OwnerUpdate
+from deepspeed_amsp.verify import verify_replicas
 
 CHECKPOINT_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What the ds_config says about the update; dtypes are resolved, so there is no None left.
+    """What the ds_config says about the update.
 
     clip: largest global gradient norm; 0 switches clipping off.
-    bucket_bytes: bytes of working-copy dtype in a bucket.
+    accumulation_dtype, wire_dtype: how gradients rest and travel; None for the parameter's own dtype.
+    bucket_numel: elements in a bucket.
     check_overflow: read the norm on the host once a step and skip the step when it is not finite.
     average: divide by the data-parallel size (gradient_allreduce_op "mean").
+    prescale: factor on gradients before they are added up (prescale_gradients, gradient_predivide_factor).
+    zero_fill_unused: treat parameters without any gradient as having a zero one, as DeepSpeed does.
     """
 
     clip: float
-    accumulation_dtype: torch.dtype
-    wire_dtype: torch.dtype
-    bucket_bytes: int
+    accumulation_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
+    bucket_numel: int
     check_overflow: bool
     average: bool
+    prescale: float
+    compute_norm: bool
     allow_untested: bool
+    zero_fill_unused: bool
+    verify_every: int
 
 
 class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -63,6 +75,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         model: the user's module, its units already placed.
         units: all units in forward order.
         basic: a torch optimizer over the module's parameters; its param_groups are re-pointed to the masters.
+        loss_scaler: DeepSpeed's own, static or dynamic.
 
     Raises:
         LayoutError: the optimizer cannot work with the plan, or holds tensors that the model does not have.
@@ -78,6 +91,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         mesh: Mesh,
         comm: Communicator,
         settings: OptimizerSettings,
+        loss_scaler: Any,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -99,9 +113,13 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             basic, self._named, [make_masters(layout, owner, by_index) for layout in self.layouts]
         )
         self._grads = [
-            BucketGradients(layout, owner, settings.accumulation_dtype, engine.device) for layout in self.layouts
+            BucketGradients(layout, owner, settings.accumulation_dtype or dtype, dtype, engine.device)
+            for layout, dtype in ((layout, by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
         self.publisher = Publisher(self.layouts, by_index, comm, mesh.publish, plan.publish, owner)
+        self._agreement = Agreement(
+            list(self._trainable.values()), comm, mesh.world_scalars, engine.device, mesh.sizes.param > 1
+        )
         self._gatherer = self._make_gatherer()
         self._reducer = GradientReducer(
             units=[unit for unit in units if any(p in self._trainable for p in unit.parameters)],
@@ -110,30 +128,30 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             mesh=mesh,
             mode=plan.reduce,
             wire_dtype=settings.wire_dtype,
+            agreement=self._agreement,
+            prescale=settings.prescale,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
         )
-        self.accounting = Accounting(
-            self.units,
-            self.layouts,
-            self._grads,
-            self.states,
-            owner,
-            mesh.coordinates.inner,
-            settings.accumulation_dtype,
-        )
+        self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
+        self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.coordinates.inner)
         self.gradient_bytes: dict[str, int] = {}
         """Of the first accumulation window, for the memory report: measured once, since measuring waits."""
+        self._owned_names = sorted({master.slot.piece.param.name for master in self.states.all_masters()})
         self._hooks = Hooks(model, self.units, self.publisher, self._gatherer)
         self._hooks.watch_gradients(list(self._trainable), self._on_gradient)
-        self._expose_what_deepspeed_reads()
+        self._steps = 0
+        self.skipped = 0
+        self._expose_what_deepspeed_reads(loss_scaler)
+        self.access = StateAccess(self, mesh, comm)
 
     # ---- construction -------------------------------------------------------------------------------------
 
     def _find_trainable(self) -> dict[nn.Parameter, str]:
         """Parameters that require a gradient and are in the optimizer, with their names."""
         names = {param: name for name, param in self._named.items()}
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        groups = self.optimizer.param_groups
+        held = [param for group in groups for param in group["params"] if param.numel() or param in names]
         for param in held:
             if param not in names:
                 raise LayoutError(
@@ -151,11 +169,11 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             pieces = shard_pieces(unit.layout, unit.index, self._mesh.coordinates.param)
             by_dtype.setdefault(unit.dtype, []).append([p for p in pieces if p.param.name in trainable])
         layouts: list[BucketLayout] = []
-        for dtype, groups in by_dtype.items():
+        for groups in by_dtype.values():
             layouts += build_buckets(
                 groups,
                 OwnerGrid(self._mesh.sizes.outer, self._mesh.sizes.inner),
-                max(self.settings.bucket_bytes // dtype.itemsize, 1),
+                self.settings.bucket_numel,
                 whole_tensors=not cuts,
                 uniform=self.plan.publish is PublishMode.ALL_GATHER,
             )
@@ -170,23 +188,38 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self._comm,
             self._mesh.gather,
             before_gather=lambda unit: self.publisher.wait_unit(unit.index),
+            issued=self._agreement.issued,
             prefetch_bytes=self.plan.prefetch_bytes,
             overlap=self.plan.overlap.gather,
         )
 
-    def _expose_what_deepspeed_reads(self) -> None:
+    def _expose_what_deepspeed_reads(self, loss_scaler: Any) -> None:
         """Attributes that the engine and the utilities duck-type on a ZeRO optimizer."""
         self.overflow = False
         self._global_grad_norm: Any = None
         self.custom_loss_scaler = False
         self.external_loss_scale: float | None = None
         self.torch_autocast_gradscaler = None
-        self.dynamic_loss_scale = False
-        self.loss_scaler = None
-        self.cur_scale = 1.0
-        self.loss_scale = 1.0
+        self.loss_scaler = loss_scaler
+        self.dynamic_loss_scale = bool(loss_scaler.dynamic)
         # One replica of the optimizer states: the engine saves what its ranks hold.
         self.dp_process_group = self._mesh.scalars.handle
+
+    @property
+    def loss_scale(self) -> float:
+        """By how much the gradients are too large; a user's own scaler goes before ours."""
+        if self.custom_loss_scaler and self.external_loss_scale is not None:
+            return self.external_loss_scale
+        return float(self.loss_scaler.cur_scale)
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Scale the loss by the caller's value from now on."""
+        self.custom_loss_scaler = True
+        self.external_loss_scale = loss_scale
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -251,86 +284,64 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
         Raises:
             ValueError: a closure was passed.
+            DivergenceError: ranks ran different modules (s_p > 1).
+            ReplicaMismatch: ``verify_every`` found replicas that differ.
         """
         if closure is not None:
             raise ValueError("AMSPOptimizer.step takes no closure: gradients are already reduced when it is called")
+        self._verify_replicas()
+        agreed, ticket = self._agreement.ask()
         self._reducer.drain()
+        if ticket is not None:
+            ticket.wait()
+        self._agreement.check(agreed)
         if not self.gradient_bytes:
             self.gradient_bytes = self.accounting.owned_gradients()
-        norm = self._norm()
-        self.overflow = self.settings.check_overflow and not math.isfinite(norm.item())
-        self._global_grad_norm = float("inf") if self.overflow else norm
-        if not self.overflow:
-            self._update(self._scale(norm))
+        if not self._skip_or_update(agreed):
+            self._steps += 1
         self._reducer.clear()
+        self._agreement.start_window()
         self._comm.mark_step()
 
-    def _update(self, scale: torch.Tensor) -> None:
-        """Scale gradients and step; per bucket where the optimizer allows it."""
-        if not self.states.stepwise:
-            for index in range(len(self.layouts)):
-                self._load_gradients(index, scale)
-            self.states.step_all()
-        for index, masters in enumerate(self.states.masters):
-            if self.states.stepwise:
-                self._load_gradients(index, scale)
-                self.states.step_bucket(index)
-            for master in masters:
-                master.value.grad = None
-            self.publisher.publish(index, masters)
-        if not self.plan.overlap.publish:
-            self.publisher.wait_all()
+    def _skip_or_update(self, agreed: torch.Tensor) -> bool:
+        """Whether the step was skipped because of a gradient that is not finite; all ranks decide alike."""
+        settings, scale = self.settings, self.to_mean
+        norm = None
+        if settings.compute_norm or settings.check_overflow or settings.clip > 0:
+            norm = self._update.norm() * scale
+        self.overflow = settings.check_overflow and norm is not None and not math.isfinite(norm.item())
+        self._global_grad_norm = float("inf") if self.overflow else norm if settings.compute_norm else None
+        if not self.overflow:
+            factor = torch.full((), scale, dtype=torch.float64, device=self._engine.device)
+            if settings.clip > 0 and norm is not None:
+                factor = factor * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
+            skipped = set() if settings.zero_fill_unused else self._agreement.unused(agreed, self._owned_names)
+            self._update.apply(factor, skipped, wait=not self.plan.overlap.publish)
+        self._report_overflow()
+        self.loss_scaler.update_scale(self.overflow)
+        return self.overflow
 
-    def _load_gradients(self, index: int, scale: torch.Tensor) -> None:
-        """Give every master of a bucket its averaged and clipped gradient, in the master's dtype."""
-        section, start = self._section(index)
-        for master in self.states.masters[index]:
-            at = master.slot.offset - start
-            part = section[at : at + master.slot.piece.numel]
-            gradient = part.to(master.value.dtype, copy=True).view(master.value.shape)
-            master.value.grad = gradient.mul_(scale.to(gradient.dtype))
-
-    def _section(self, index: int) -> tuple[torch.Tensor, int]:
-        """The owned section of a bucket's reduced gradient (zeros if no backward ran) and its offset."""
-        grads = self._grads[index]
-        start, length = grads.own_range
-        if grads.owned is None:
-            grads.own(torch.zeros(length, dtype=grads.dtype, device=grads.device))
-        assert grads.owned is not None
-        return grads.owned, start
-
-    def _norm(self) -> torch.Tensor:
-        """Global 2-norm of the averaged gradient, 0-dim fp64, before clipping.
-
-        Each element counts once: owners have distinct tensors, shards distinct elements, and the sum is
-        taken over one replica of the optimizer states.
-        """
-        parts = []
-        for index, masters in enumerate(self.states.masters):
-            section, start = self._section(index)
-            for master in masters:
-                at = master.slot.offset - start
-                parts.append(section[at : at + master.slot.piece.numel])
-        device = self._engine.device
-        if parts:
-            norms = torch.stack([torch.linalg.vector_norm(part, dtype=_wide(part.dtype)) for part in parts])
-            squares = norms.double().square().sum()
-        else:
-            squares = torch.zeros((), dtype=torch.float64, device=device)
-        if self._mesh.scalars.size > 1:
-            self._comm.all_reduce(self._mesh.scalars, squares, "gradient norm").wait()
-        return squares.sqrt() * self._average
+    def _report_overflow(self) -> None:
+        """One line on rank 0 for a skipped step: the first ten, then every hundredth (DeepSpeed issue 8415)."""
+        if not self.overflow:
+            return
+        self.skipped += 1
+        if self._mesh.rank == 0 and (self.skipped <= 10 or self.skipped % 100 == 0):
+            logger.warning(
+                f"amsp: a gradient is not finite, so this step is skipped on all ranks ({self.skipped} so far, "
+                f"loss scale {self.loss_scale:g})"
+            )
 
     @property
-    def _average(self) -> float:
-        return 1.0 / self._mesh.sharding.s_dp if self.settings.average else 1.0
+    def to_mean(self) -> float:
+        """Factor from summed, loss-scaled gradients to the mean over replicas."""
+        mean = 1.0 / self._mesh.sharding.s_dp if self.settings.average else 1.0
+        return mean / self.settings.prescale / self.loss_scale
 
-    def _scale(self, norm: torch.Tensor) -> torch.Tensor:
-        """Factor for the summed gradients: the mean over replicas times the clipping coefficient, 0-dim."""
-        scale = torch.full_like(norm, self._average)
-        if self.settings.clip > 0:
-            scale = scale * (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        return scale
+    def _verify_replicas(self) -> None:
+        every = self.settings.verify_every
+        if every and self._steps and self._steps % every == 0:
+            verify_replicas(self.units, self._comm, self._mesh, self._engine.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of the window, and the ``grad`` of parameters that are not optimized here."""
@@ -344,9 +355,30 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def trainable_names(self) -> list[str]:
         return list(self._trainable.values())
 
+    def drain(self) -> None:
+        """Wait until every gradient that was sent is where it rests."""
+        self._reducer.drain()
+
     def wait_for_parameters(self) -> None:
         """Make every working copy current."""
         self.publisher.wait_all()
+
+    @property
+    def trainable(self) -> Mapping[nn.Parameter, str]:
+        return self._trainable
+
+    @property
+    def gradients(self) -> Sequence[BucketGradients]:
+        return self._grads
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    def gather_unit(self, unit: ShardedUnit) -> None:
+        """Make a sharded unit readable outside a pass; whoever pins it keeps it so. Collective."""
+        assert self._gatherer is not None
+        self._gatherer.gather(unit)
 
     def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
         """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
@@ -397,8 +429,9 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.publish_all()
 
     def destroy(self) -> None:
-        """Take hooks and watchers off the model. Local: other ranks need not call it."""
+        """Take hooks, watchers and marks off the model. Local: other ranks need not call it."""
         self._hooks.remove()
+        self.access.detach()
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.param_groups]

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS: list[tuple[str, ...]] = [
     ("config_preflight",),
     ("config",),
+    ("config_zero",),
     ("plan",),
     ("simulate",),
     ("topology",),
@@ -25,6 +26,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("profiler",),
     ("partition",),
     ("schedule",),
+    ("update",),
+    ("verify",),
+    ("state_access",),
     ("optimizer",),
     ("runtime",),
     ("checkpoint",),

@@ -31,7 +31,6 @@ class Accounting:
     states: OwnedStates
     owner: int
     inner: int
-    accumulation_dtype: torch.dtype
 
     def parameters(self) -> Bytes:
         """The working copy at rest: 1/s_p of every unit, rounded up to the alignment."""
@@ -40,11 +39,11 @@ class Accounting:
 
     def resting_gradients(self) -> Bytes:
         """Between micro-batches, 1/s_g; nothing may be in flight."""
-        return self._gradients(sum(layout.kept_range(self.inner)[1] for layout in self.layouts))
+        return self._gradients([layout.kept_range(self.inner)[1] for layout in self.layouts])
 
     def owned_gradients(self) -> Bytes:
         """Before the step, 1/s_os; nothing may be in flight."""
-        return self._gradients(sum(layout.sections[self.owner][1] for layout in self.layouts))
+        return self._gradients([layout.sections[self.owner][1] for layout in self.layouts])
 
     def masters(self) -> Bytes:
         by_index: Mapping[int, Unit] = {unit.index: unit for unit in self.units}
@@ -59,6 +58,7 @@ class Accounting:
         per_element = moments_per_element(self.states.optimizer) or 0
         return {"held": self.states.state_bytes, "formula": per_element * self.masters()["formula"]}
 
-    def _gradients(self, elements: int) -> Bytes:
+    def _gradients(self, elements: Sequence[int]) -> Bytes:
         held = sum(gradient.held_bytes for gradient in self.gradients)
-        return {"held": held, "formula": elements * self.accumulation_dtype.itemsize}
+        sizes = (gradient.dtype.itemsize for gradient in self.gradients)
+        return {"held": held, "formula": sum(n * size for n, size in zip(elements, sizes, strict=True))}

@@ -20,9 +20,18 @@ class BucketGradients:
         layout: geometry of the bucket.
         owner: this rank's index on the ``optim`` axis.
         dtype: accumulation dtype.
+        param_dtype: dtype of the parameters, which is what travels unless the config says otherwise.
     """
 
-    def __init__(self, layout: BucketLayout, owner: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        owner: int,
+        dtype: torch.dtype,
+        param_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.param_dtype = param_dtype
         self.layout = layout
         self.owner = owner
         self.dtype = dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -40,6 +40,8 @@ class UnitMembers:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     specs: tuple[ParamSpec, ...]
+    leaf: bool = False
+    """The module was marked with set_z3_leaf_modules: everything below it is gathered and reduced with it."""
 
     def layout(self, shards: int) -> UnitLayout:
         return UnitLayout(self.name, self.specs, shards)
@@ -123,6 +125,13 @@ class ShardedUnit:
         self.name = members.name
         self.layout = members.layout(shards)
         self.parameters = members.parameters
+        self.module = members.module
+        self.leaf = members.leaf
+        self.trainable = members.parameters[0].requires_grad
+        self.pinned = 0
+        """How many readers outside the passes hold the full copy."""
+        self.on_readable: Callable[[bool], None] | None = None
+        """Told whenever the full parameters become readable or cease to be."""
         self.state = UnitState.FULL
         dtype = members.parameters[0].dtype
         self._full = torch.zeros(self.layout.numel, dtype=dtype, device=device)
@@ -189,37 +198,40 @@ class ShardedUnit:
         if (self.state, target) not in _TRANSITIONS:
             raise UnitStateError(f"unit {self.name}: {self.state.name} -> {target.name} is not a legal transition")
         self.state = target
+        if self.on_readable is not None:
+            self.on_readable(target is UnitState.FULL)
 
 
-def find_units(model: nn.Module) -> Iterator[UnitMembers]:
+def find_units(model: nn.Module, prepare: Callable[[nn.Module, str], None]) -> Iterator[UnitMembers]:
     """Units of ``model`` in registration order, which for most models is the forward order.
 
     A parameter that several modules share belongs to the first of them. Parameters of one module that
-    differ in dtype or in ``requires_grad`` form separate units, since they travel separately.
+    differ in dtype or in ``requires_grad`` form separate units, since they travel separately. A module marked
+    with ``set_z3_leaf_modules`` is one unit with everything below it. Parameters that are not floating-point
+    or have no elements belong to no unit and stay as they are.
 
-    Raises:
-        TypeError: a parameter is on the meta device.
+    Args:
+        prepare: called with a module and its name before its parameters are looked at.
     """
     seen: set[int] = set()
+    inside_leaf: set[nn.Module] = set()
     for module_name, module in model.named_modules():
+        prepare(module, module_name)
+        if module in inside_leaf:
+            continue
+        leaf = bool(getattr(module, "_z3_leaf", False))
+        if leaf:
+            inside_leaf.update(module.modules())
+            for child_name, child in module.named_modules(prefix=module_name):
+                prepare(child, child_name)
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in dict.items(module._parameters):
-            if param is None or id(param) in seen:
+        for name, param in module.named_parameters(prefix=module_name, recurse=leaf):
+            if id(param) in seen:
                 continue
             seen.add(id(param))
-            full_name = f"{module_name}.{name}" if module_name else name
-            if param.is_meta:
-                raise TypeError(
-                    f"parameter {full_name} is on the meta device; give the engine a model with real values "
-                    f"(meta-device construction is not supported yet)"
-                )
-            if param.dtype.is_floating_point:
-                kinds.setdefault((param.dtype, param.requires_grad), []).append((full_name, param))
+            if param.dtype.is_floating_point and param.numel():
+                kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
         for members in kinds.values():
-            yield _members(module_name or type(model).__name__, module, members)
-
-
-def _members(name: str, module: nn.Module, members: Sequence[tuple[str, nn.Parameter]]) -> UnitMembers:
-    params = tuple(param for _, param in members)
-    specs = tuple(ParamSpec(full_name, tuple(param.shape)) for full_name, param in members)
-    return UnitMembers(name, module, params, specs)
+            params = tuple(param for _, param in members)
+            specs = tuple(ParamSpec(name, tuple(param.shape)) for name, param in members)
+            yield UnitMembers(module_name or type(model).__name__, module, params, specs, leaf)

@@ -166,7 +166,6 @@ NOT_BUILT: dict[str, object] = {
     "keep_after_forward": "none",
     "memory_limit_gb": None,
     "profile": None,
-    "verify_every": 0,
 }
 """Keys of the block that this version knows but cannot honour, with the only value that it takes."""
 

@@ -16,6 +16,7 @@ class Gatherer:
     Args:
         units: all sharded units.
         before_gather: called with a unit before its shard is read, so that its publish has arrived.
+        issued: told the name of every unit that is gathered.
         prefetch_bytes: how far ahead of the running module gathers may be issued in forward.
         overlap: False issues every gather where it is needed and waits for it at once.
     """
@@ -26,6 +27,7 @@ class Gatherer:
         comm: Communicator,
         group: Group,
         before_gather: Callable[[ShardedUnit], None],
+        issued: Callable[[str], None],
         prefetch_bytes: int,
         overlap: bool,
     ) -> None:
@@ -33,6 +35,7 @@ class Gatherer:
         self._comm = comm
         self._group = group
         self._before_gather = before_gather
+        self._issued = issued
         self._prefetch_bytes = prefetch_bytes
         self._overlap = overlap
         self._tickets: dict[int, Ticket] = {}
@@ -59,7 +62,8 @@ class Gatherer:
         self._arrive(unit)
 
     def free(self, unit: ShardedUnit) -> None:
-        if unit.state is UnitState.FULL:
+        """Drop the full copy, unless somebody outside the passes has pinned it (GatheredParameters)."""
+        if unit.state is UnitState.FULL and not unit.pinned:
             unit.free()
 
     def free_all(self) -> None:
@@ -84,6 +88,7 @@ class Gatherer:
         if unit.state is UnitState.SHARDED:
             self._before_gather(unit)
             full = unit.begin_gather()
+            self._issued(f"the gather of {unit.name}")
             self._tickets[unit.index] = self._comm.all_gather(self._group, unit.shard, full, unit.name)
 
     def _arrive(self, unit: ShardedUnit) -> None:

@@ -118,13 +118,14 @@ class Hooks:
         self._sharded_of: dict[nn.Module, list[ShardedUnit]] = {}
         for module in model.modules():
             held = [self._unit_of[id(p)][0] for p in dict.values(module._parameters) if id(p) in self._unit_of]
-            own = list(dict.fromkeys(unit for unit in held if isinstance(unit, ShardedUnit)))
+            leaves = [unit for unit in units if isinstance(unit, ShardedUnit) and unit.leaf and unit.module is module]
+            own = list(dict.fromkeys([unit for unit in held if isinstance(unit, ShardedUnit)] + leaves))
             if own:
                 self._sharded_of[module] = own
             if held:
                 self._watch(module)
             if gatherer is not None:
-                self._handles.append(module.register_forward_pre_hook(self._before_forward))
+                self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
 
     def watch_gradients(self, trainable: list[nn.Parameter], on_gradient: OnGradient) -> None:
@@ -178,14 +179,39 @@ class Hooks:
         if self._publisher.pending and id(param) in self._unit_of:
             self._publisher.wait_unit(self._unit_of[id(param)][0].index)
 
-    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
         if module is self._model:
             self.start_forward()
         self._frames.append(Frame(module))
         backward = in_backward()
-        for unit in self._sharded_of.get(module, ()):
+        used = self._sharded_of.get(module, ())
+        for unit in used:
             self._gatherer.use(unit, backward)
+        frozen = [unit for unit in used if not unit.trainable]
+        if frozen and torch.is_grad_enabled():
+            self._free_after_backward(frozen, (args, kwargs))
+
+    def _free_after_backward(self, frozen: list[ShardedUnit], inputs: Any) -> None:
+        """A frozen unit has no gradient whose arrival could free it: it goes when all its inputs have theirs.
+
+        A leaf that is not part of a recomputation is the user's own and may outlive the step, so it gets no
+        hook; then the end of backward frees the unit.
+        """
+        gatherer = self._gatherer
+        assert gatherer is not None
+        watched = [t for t in output_tensors(inputs) if t.requires_grad and (t.grad_fn is not None or in_backward())]
+        missing = len(watched)
+
+        def arrived(gradient: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                for unit in frozen:
+                    gatherer.free(unit)
+
+        for tensor in watched:
+            tensor.register_hook(arrived)
 
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         assert self._gatherer is not None

@@ -13,6 +13,7 @@ from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.layout import Slot
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import ReduceMode
+from deepspeed_amsp.schedule.agreement import Agreement
 
 Route = Generator[Ticket, None, None]
 """The stages of one reduction: issues a collective, yields its ticket, goes on when that was waited for."""
@@ -61,10 +62,10 @@ class ReduceRoute:
     """How one bucket's gradient gets to its owner. Subclasses are the two reduce modes.
 
     Args:
-        wire_dtype: dtype in which gradients travel; they rest in the accumulation dtype.
+        wire_dtype: dtype in which gradients travel; None for that of the parameters.
     """
 
-    def __init__(self, comm: Communicator, mesh: Mesh, wire_dtype: torch.dtype) -> None:
+    def __init__(self, comm: Communicator, mesh: Mesh, wire_dtype: torch.dtype | None) -> None:
         self._comm = comm
         self._mesh = mesh
         self._wire = wire_dtype
@@ -77,6 +78,9 @@ class ReduceRoute:
         """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
         raise NotImplementedError
 
+    def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
+        return resting.to(self._wire if self._wire is not None else bucket.param_dtype)
+
     def _label(self, bucket: BucketGradients) -> str:
         return f"bucket {bucket.layout.index}"
 
@@ -85,7 +89,7 @@ class AllReduceRoute(ReduceRoute):
     """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
 
     def partial(self, bucket: BucketGradients) -> Route:
-        staged = bucket.take_staged().to(self._wire)
+        staged = self._sent(bucket, bucket.take_staged())
         yield self._comm.all_reduce(self._mesh.inner, staged, self._label(bucket))
         start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
         bucket.keep(staged[start : start + length].clone())
@@ -96,7 +100,7 @@ class AllReduceRoute(ReduceRoute):
             # The keeper adds what it has accumulated before the last reduction; the others only add theirs.
             start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
             staged[start : start + length].add_(kept)
-        staged = staged.to(self._wire)
+        staged = self._sent(bucket, staged)
         if self._mesh.data.size > 1:
             yield self._comm.all_reduce(self._mesh.data, staged, self._label(bucket))
         start, length = bucket.own_range
@@ -112,7 +116,7 @@ class TwoLevelRoute(ReduceRoute):
     """
 
     def partial(self, bucket: BucketGradients) -> Route:
-        sent = bucket.take_staged().to(self._wire)
+        sent = self._sent(bucket, bucket.take_staged())
         splits = bucket.layout.inner_splits
         mine = sent.new_empty(splits[self._mesh.inner.index])
         yield self._comm.reduce_scatter(self._mesh.inner, sent, mine, splits, self._label(bucket))
@@ -126,7 +130,7 @@ class TwoLevelRoute(ReduceRoute):
             assert resting is not None, "the partial route leaves a kept part"
         else:
             resting = bucket.take_staged()
-        section = resting.to(self._wire)
+        section = self._sent(bucket, resting)
         if self._mesh.outer.size > 1 and section.numel():
             splits = bucket.layout.outer_splits(self._mesh.coordinates.inner)
             mine = section.new_empty(splits[self._mesh.outer.index])
@@ -141,6 +145,10 @@ ROUTES: Mapping[ReduceMode, type[ReduceRoute]] = {
     ReduceMode.ALL_REDUCE: AllReduceRoute,
     ReduceMode.TWO_LEVEL: TwoLevelRoute,
 }
+
+
+def _to_wire(flat: torch.Tensor, wire: torch.dtype | None) -> torch.Tensor:
+    return flat if wire is None else flat.to(wire)
 
 
 class UnitGradients:
@@ -188,6 +196,8 @@ class GradientReducer:
 
     Args:
         slots_of: unit index -> its (bucket index, slot) pairs on this rank.
+        agreement: told which parameters have gradients and which units are reduced.
+        prescale: factor on every gradient before it is added to anything (gradient_predivide_factor).
         eager_units, eager_buckets: False issues reductions only after backward, and waits for each.
     """
 
@@ -198,10 +208,14 @@ class GradientReducer:
         comm: Communicator,
         mesh: Mesh,
         mode: ReduceMode,
-        wire_dtype: torch.dtype,
+        wire_dtype: torch.dtype | None,
+        agreement: Agreement,
+        prescale: float,
         eager_units: bool,
         eager_buckets: bool,
     ) -> None:
+        self._agreement = agreement
+        self._prescale = prescale
         self._units = {unit.index: unit for unit in units}
         self._buckets = buckets
         self._comm = comm
@@ -234,10 +248,14 @@ class GradientReducer:
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
         """Take over the gradient of parameter ``index`` of ``unit``. True when the unit has all of its own."""
+        self._agreement.used(unit.layout.params[index].name)
+        if self._prescale != 1.0:
+            gradient = gradient * self._prescale
         if isinstance(unit, ShardedUnit):
             flat = self._flat[unit.index]
             flat.add(index, gradient)
-            if flat.complete:
+            # Ranks may use different parts of a leaf, so only the end of backward is the same point for all.
+            if flat.complete and not unit.leaf:
                 self._reduce_unit(unit.index)
                 return True
             return False
@@ -291,9 +309,10 @@ class GradientReducer:
 
     def _unit_route(self, flat: UnitGradients) -> Route:
         unit, group = flat.unit, self._mesh.param_reduce
-        sent = flat.take().to(self._wire)
+        sent = _to_wire(flat.take(), self._wire)
         mine = sent.new_empty(unit.layout.shard_numel)
         splits = [unit.layout.shard_numel] * group.size
+        self._agreement.issued(f"the reduction of {unit.name}")
         yield self._comm.reduce_scatter(group, sent, mine, splits, unit.name)
         for bucket, slot in self._slots_of[unit.index]:
             offset = slot.piece.shard_offset

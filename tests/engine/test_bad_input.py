@@ -121,18 +121,29 @@ def test_a_pipeline_module() -> None:
     refused(config(amsp=amsp("zero1"), train_batch_size=8), "PipelineModule", job=_pipeline)
 
 
+class _Unresettable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def _meta(ds_config: Mapping[str, Any]) -> None:
     import deepspeed
 
     import deepspeed_amsp  # noqa: F401
 
     with torch.device("meta"):
-        model = nn.Linear(4, 4)
+        model = nn.Sequential(nn.Linear(4, 4), _Unresettable())
     deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(ds_config))
 
 
-def test_a_meta_parameter() -> None:
-    refused(config(amsp=amsp("zero3"), zero_optimization={"stage": 3}), "weight", "meta device", job=_meta)
+@pytest.mark.parametrize(("sharding", "stage"), [("zero1", 1), ("zero3", 3)])
+def test_a_meta_parameter_that_nobody_can_initialise(sharding: str, stage: int) -> None:
+    ds_config = config(amsp=amsp(sharding), zero_optimization={"stage": stage})
+    refused(ds_config, "module 1 (_Unresettable)", "meta device", "reset_parameters", job=_meta)
 
 
 def test_an_optimizer_that_needs_whole_tensors_when_they_are_cut() -> None:

@@ -49,6 +49,8 @@ def formula(sharding: Sharding, reduce: str, publish: str, micro_batches: int) -
     else:
         issue("all_gather", "publish", "optim", s_os // s_p, bucket, 1)
     issue("all_reduce", "scalars", "shards", s_os, 2, 1)  # the squared norm, one fp64 value
+    # Which parameters were used, and the order of gathers as (hash, -hash): int64 each.
+    issue("all_reduce", "scalars", "world", s_dp, 2 * (Even.LAYERS + 2), 1)
     return log
 
 

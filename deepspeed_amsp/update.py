@@ -1,0 +1,95 @@
+"""The step at the owners: norm, scaling, the optimizer bucket by bucket in forward order, publishing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.mesh import Group
+from deepspeed_amsp.partition.grads import BucketGradients
+from deepspeed_amsp.partition.optim_states import Master, OwnedStates
+from deepspeed_amsp.schedule.publish import Publisher
+
+
+class OwnerUpdate:
+    """Turns fully reduced gradients into published parameters.
+
+    Args:
+        scalars: the group that holds one whole replica of the optimizer states.
+    """
+
+    def __init__(
+        self,
+        states: OwnedStates,
+        gradients: Sequence[BucketGradients],
+        publisher: Publisher,
+        comm: Communicator,
+        scalars: Group,
+        device: torch.device,
+    ) -> None:
+        self._states = states
+        self._gradients = gradients
+        self._publisher = publisher
+        self._comm = comm
+        self._scalars = scalars
+        self._device = device
+
+    def norm(self) -> torch.Tensor:
+        """2-norm of the summed gradients as they are, 0-dim fp64 on the device.
+
+        Each element counts once: owners have distinct tensors, shards distinct elements, and the sum is
+        taken over one replica of the optimizer states. Padding belongs to no piece.
+        """
+        parts = [
+            torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
+            for index, masters in enumerate(self._states.masters)
+            for part in (self.gradient_of(index, master) for master in masters)
+        ]
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        if parts:
+            squares = torch.stack([part.double() for part in parts]).square().sum()
+        if self._scalars.size > 1:
+            self._comm.all_reduce(self._scalars, squares, "gradient norm").wait()
+        return squares.sqrt()
+
+    def apply(self, scale: torch.Tensor, unused: Collection[str], wait: bool) -> None:
+        """Scale the gradients, step, and publish.
+
+        Args:
+            scale: 0-dim factor from summed to averaged, unscaled and clipped gradients.
+            unused: parameters that had no gradient anywhere; their masters and moments stay as they are.
+            wait: wait for the publishes here instead of letting the next reader do it.
+        """
+        stepwise = self._states.stepwise
+        if not stepwise:
+            for index in range(len(self._gradients)):
+                self._load(index, scale, unused)
+            self._states.step_all()
+        for index, masters in enumerate(self._states.masters):
+            if stepwise:
+                self._load(index, scale, unused)
+                self._states.step_bucket(index)
+            for master in masters:
+                master.value.grad = None
+            self._publisher.publish(index, masters)
+        if wait:
+            self._publisher.wait_all()
+
+    def gradient_of(self, index: int, master: Master) -> torch.Tensor:
+        """The summed gradient of an owned piece, flat, in the accumulation dtype; zeros if no backward ran."""
+        gradients = self._gradients[index]
+        start, length = gradients.own_range
+        if gradients.owned is None:
+            gradients.own(torch.zeros(length, dtype=gradients.dtype, device=self._device))
+        assert gradients.owned is not None
+        at = master.slot.offset - start
+        return gradients.owned[at : at + master.slot.piece.numel]
+
+    def _load(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
+        for master in self._states.masters[index]:
+            if master.slot.piece.param.name in unused:
+                continue
+            gradient = self.gradient_of(index, master).to(master.value.dtype, copy=True)
+            master.value.grad = gradient.view(master.value.shape).mul_(scale.to(gradient.dtype))
