@@ -5,7 +5,8 @@ Importing it makes every later ``deepspeed.initialize`` return an `AMSPEngine` w
 """
 
 from deepspeed_amsp.config import ConfigError
-from deepspeed_amsp.engine import AMSPEngine, initialize, install
+from deepspeed_amsp.engine import AMSPEngine
+from deepspeed_amsp.install import initialize, install
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.plan.factors import FactorError, ShardFactor, Sharding

@@ -37,7 +37,6 @@ ENGINE_METHODS = (
     "save_checkpoint",
     "zero_allow_untested_optimizer",
     "zero_optimization_partition_weights",
-    "zero_reduce_bucket_size",
 )
 
 OPTIMIZER_METHODS = (

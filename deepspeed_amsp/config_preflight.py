@@ -1,8 +1,8 @@
 """What may not stand next to an enabled amsp block in a DeepSpeed config, and misspelled or misplaced blocks.
 
 The rules behind `config.preflight`, apart from it because they are many. Every rule yields `Problem`s that
-name the line by its JSON path and the fix; nothing here mutates a config. Key spellings, and the ways in
-which DeepSpeed reads a value, are those of 0.19.8.
+name the line by its JSON path and the fix; `preflight_warnings` has what is legal but probably not meant.
+Nothing here mutates a config. Key spellings, and the ways in which DeepSpeed reads a value, are those of 0.19.8.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ def _present(value: Any) -> bool:
     return value is not None and value is not False
 
 
+def _half(value: Any) -> bool:
+    """A torch_autocast block in fp16, written out or (on a GPU) by torch's default."""
+    if not isinstance(value, Mapping) or not _on(value.get("enabled")):
+        return False
+    return str(value.get("dtype")).lower() not in ("bfloat16", "bf16", "torch.bfloat16")
+
+
 def _compiles_parallelism(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(name in ("autosp", "autotp") for name in value)
 
@@ -101,6 +108,7 @@ _OLD_OFFLOAD = "offloading is not supported; remove it and shard further instead
 _FULL = "AMSP sends full-precision parameters and gradients; set it to false"
 _DATA_ONLY = "AMSP shards over pure data parallelism; set it to 1 or remove it"
 _SECOND = "parameters would have two owners; set it to 1 and give amsp.sharding.parameters the size you want"
+_MASTERS = "AMSP keeps masters and optimizer states in fp32 at their owner; set it to false and shard further"
 _REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(f"{_ZERO}.offload_optimizer.device", _offloads, _KEEP),
     _Refusal(f"{_ZERO}.offload_optimizer.super_offload", _on, "SuperOffload is not supported; remove it"),
@@ -114,6 +122,16 @@ _REFUSALS: tuple[_Refusal, ...] = (
     _Refusal(f"{_ZERO}.zero_quantized_gradients", _on, _FULL),
     _Refusal(f"{_ZERO}.zero_quantized_nontrainable_weights", _on, _FULL),
     _Refusal(f"{_ZERO}.zenflow", _present, "ZenFlow has its own optimizer; remove it"),
+    _Refusal(f"{_ZERO}.legacy_stage1", _on, "DeepSpeed has dropped the old stage 1; set it to false"),
+    _Refusal(f"{_ZERO}.elastic_checkpoint", _on, "it is for DeepSpeed's own shards; set it to false"),
+    _Refusal(f"{_ZERO}.pipeline_loading_checkpoint", _on, "ranks load their own files at once; set it to false"),
+    _Refusal("bf16.bf16_master_weights_and_grads", _on, _MASTERS),
+    _Refusal("bf16.bf16_optimizer_states", _on, _MASTERS),
+    _Refusal("bfloat16.bf16_master_weights_and_grads", _on, _MASTERS),
+    _Refusal("bfloat16.bf16_optimizer_states", _on, _MASTERS),
+    _Refusal("fp16.fp16_master_weights_and_grads", _on, _MASTERS),
+    _Refusal("torch_autocast", _half, 'only autocast in bf16 is supported; set "dtype": "bfloat16"'),
+    _Refusal("checkpoint.load_universal", _on, "universal checkpoints cannot be loaded; set it to false"),
     _Refusal("pipeline.stages", _above_one, _DATA_ONLY),
     _Refusal("tensor_parallel.autotp_size", _above_one, _DATA_ONLY),
     _Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, _DATA_ONLY),
@@ -127,10 +145,17 @@ _REFUSALS: tuple[_Refusal, ...] = (
              "quantized weights are not supported; remove the block"),
     _Refusal("autotuning.enabled", _on, "the autotuner only knows ZeRO stages; set it to false"),
 )  # fmt: skip
-# Left as "auto" these end in a TypeError, or in silent fp32 or stage 0 (accelerate#1644, transformers#16495).
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Left as "auto" these stop DeepSpeed at once, mostly with a TypeError (accelerate#1644, transformers#16495) ...
+_FATAL: tuple[str, ...] = (
+    *_BATCH, "bf16", "bfloat16", "fp16", "communication_data_type", "gradient_allreduce_op", "wall_clock_breakdown",
+)  # fmt: skip
+# ... and these end in silent fp32, in stage 0, in a switch that is on, or in an error at the first step.
 _NEEDED: tuple[str, ...] = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "bf16", "bfloat16", "fp16", "bf16.enabled", "bfloat16.enabled", "fp16.enabled", f"{_ZERO}.stage",
+    *_FATAL, "gradient_clipping", "bf16.enabled", "bfloat16.enabled", "fp16.enabled", f"{_ZERO}.stage",
+    "gradient_predivide_factor", "prescale_gradients", "steps_per_print", "memory_breakdown", "dump_state",
+    "dataloader_drop_last", "disable_python_gc", "managed_gradient_accumulation", "zero_allow_untested_optimizer",
+    "torch_autocast.enabled", "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype",
 )  # fmt: skip
 
 
@@ -141,14 +166,25 @@ def lookup(ds_config: Any, path: str) -> Any:
     return ds_config
 
 
-def beside_block(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Everything that an enabled block cannot run next to."""
+def beside_block(
+    ds_config: Mapping[str, Any], *, filled: bool = True, world_size: int | None = None
+) -> Iterator[Problem]:
+    """Everything that an enabled block cannot run next to.
+
+    Args:
+        ds_config: the whole config.
+        filled: False while the Trainer or Accelerate may still fill in an "auto": transformers hands such a
+            config to deepspeed.zero.Init. Then they are only refused where DeepSpeed itself would stop.
+        world_size: number of ranks, for the batch sizes; None when it is not known yet.
+    """
     for path, refused, fix in _REFUSALS:
         value = lookup(ds_config, path)
         if refused(value):
             yield Problem(path, f"{shown(value)} does not work next to an amsp block: {fix}")
-    for rule in (_mics, _precision, _clipping, _autos):
+    for rule in (_mics, _swallowed, _offload_company, _precision, _clipping, _no_norm):
         yield from rule(ds_config)
+    yield from _autos(ds_config, filled)
+    yield from _batch(ds_config, world_size)
 
 
 def misplaced(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -191,9 +227,30 @@ def _mics(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
     yield Problem(path, f"MiCS keys do not work next to an amsp block; remove them, {advice}")
 
 
+def _swallowed(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A top-level key inside zero_optimization (#2721); DeepSpeed says "extra inputs are not permitted"."""
+    zero = lookup(ds_config, _ZERO)
+    for key in zero if isinstance(zero, Mapping) else ():
+        if key in TOP_LEVEL_KEYS and key != "amsp":  # the block has a rule of its own
+            yield Problem(f"{_ZERO}.{key}", f'"{key}" is a top-level key; move it out of "{_ZERO}"')
+
+
+def _offload_company(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that are about offload; alone they say nothing (Lightning writes an aio block into every config)."""
+    devices = [lookup(ds_config, f"{_ZERO}.{name}.device") for name in ("offload_optimizer", "offload_param")]
+    if any(_offloads(device) for device in devices) or _on(lookup(ds_config, f"{_ZERO}.cpu_offload")):
+        if _on(ds_config.get("zero_force_ds_cpu_optimizer")):
+            yield Problem("zero_force_ds_cpu_optimizer", "is about offload, which is not supported; remove it")
+        if ds_config.get("aio"):
+            yield Problem("aio", "tunes NVMe offload, which is not supported; remove it")
+
+
 def _precision(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
     if "bf16" in ds_config and "bfloat16" in ds_config:
         yield Problem("bfloat16", 'DeepSpeed ignores this block in silence next to "bf16"; keep one of them')
+    accumulation = lookup(ds_config, "data_types.grad_accum_dtype")
+    if str(accumulation).lower() in ("int8", "torch.int8"):  # in DeepSpeed's list of dtypes
+        yield Problem("data_types.grad_accum_dtype", f"{shown(accumulation)} cannot hold gradients; write fp32 or bf16")
     bf16 = next((name for name in ("bf16", "bfloat16") if _on(lookup(ds_config, f"{name}.enabled"))), None)
     if bf16 and _on(lookup(ds_config, "fp16.enabled")):
         yield Problem("fp16.enabled", f"{bf16}.enabled is true as well; set one of the two to false")
@@ -209,7 +266,47 @@ def _clipping(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("gradient_clipping", f"must be a number, 0.0 for no clipping, not {shown(value)}")
 
 
-def _autos(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
+def _no_norm(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
+    value = lookup(ds_config, f"{_ZERO}.compute_grad_norm")
+    if value is not None and value != "auto" and not _on(value) and ds_config.get("gradient_clipping") != 0:
+        yield Problem(f"{_ZERO}.compute_grad_norm", 'clipping needs the norm; write "gradient_clipping": 0.0 as well')
+
+
+def _batch(ds_config: Mapping[str, Any], world_size: int | None) -> Iterator[Problem]:
+    """DeepSpeed's verdict, in a sentence: every rank is data-parallel, whatever the sharding factors."""
+    given = {name: ds_config[name] for name in _BATCH if ds_config.get(name) is not None}
+    if "auto" in given.values():  # listed with the other leftovers
+        return
+    wrong = {name: value for name, value in given.items() if not _is_count(value)}
+    for name, value in wrong.items():
+        yield Problem(name, f"must be a whole number of at least 1, not {shown(value)}")
+    if wrong or world_size is None:
+        return
+    total, micro, steps = (given.get(name) for name in _BATCH)
+    if total is None and micro is None:
+        yield Problem(_BATCH[1], "must be given, or train_batch_size, or both")
+    elif total is not None:
+        unit = (micro or 1) * (steps or 1) * world_size
+        fits = total == unit if micro and steps else total % unit == 0
+        if not fits:
+            nearest = [unit] if micro and steps else sorted({max(total // unit, 1) * unit, (total // unit + 1) * unit})
+            factors = f"{micro or '?'} a GPU x {steps or '?'} accumulation steps x {world_size} GPUs"
+            yield Problem(
+                _BATCH[0],
+                f"{total} is not {factors} (all of them data-parallel, whatever the sharding); "
+                f"nearest values that fit: {', '.join(map(str, nearest))}",
+            )
+
+
+def _is_count(value: Any) -> bool:
+    """A whole number from 1; DeepSpeed takes 2.0, too."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 1 and value == int(value)
+
+
+def _autos(ds_config: Mapping[str, Any], filled: bool) -> Iterator[Problem]:
+    if not filled and not any(lookup(ds_config, path) == "auto" for path in _FATAL):
+        return
     left = [path for path in _NEEDED if lookup(ds_config, path) == "auto"]
     for section in ("optimizer", "scheduler"):
         left += [path for path, value in leaves(lookup(ds_config, f"{section}.params"), f"{section}.params")
@@ -217,3 +314,57 @@ def _autos(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
     if left:
         reason = 'still "auto"; the Trainer and Accelerate fill these in, without them write the values'
         yield Problem(", ".join(left), reason)
+
+
+# --- warnings ---------------------------------------------------------------------------------------------
+
+TOP_LEVEL_KEYS: frozenset[str] = frozenset((
+    "activation_checkpointing", "aio", "allgather_size", "amsp", "autotuning", "bf16", "bfloat16", "checkpoint",
+    "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_efficiency",
+    "data_parallel_size", "data_types", "dataloader_drop_last", "datastates_ckpt", "disable_allgather",
+    "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler", "fp16", "gradient_accumulation_steps",
+    "gradient_allreduce_op", "gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "steps_per_print", "tensor_parallel",
+    "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization", "amp",
+    "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
+    "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients",
+))  # fmt: skip
+"""Keys that DeepSpeed 0.19.8 reads at the top of a config; the removed ones only to refuse them."""
+
+_ZERO_KEYS: frozenset[str] = frozenset((
+    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "offload_optimizer", "offload_param",
+    "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "stage", "sub_group_size",
+    "zero_hpz_partition_size",
+))  # fmt: skip
+
+
+def preflight_warnings(ds_config: Mapping[str, Any], effective_clip: float = 1.0) -> list[str]:
+    """What DeepSpeed accepts in silence and the user hardly means, one line each, for the log of one rank.
+
+    Args:
+        ds_config: the whole config.
+        effective_clip: what DeepSpeed makes of an absent gradient_clipping (``DeepSpeedConfig.gradient_clipping``).
+    """
+    lines = []
+    if "gradient_clipping" not in ds_config and effective_clip:
+        lines.append(
+            f"gradient_clipping is absent, which means {effective_clip:g} in this DeepSpeed; "
+            f"write the value that you want, 0.0 for no clipping"
+        )
+    foreign = []
+    for key in ds_config:
+        near = difflib.get_close_matches(str(key).lower(), TOP_LEVEL_KEYS, n=1, cutoff=0.85)
+        if key in TOP_LEVEL_KEYS:
+            continue
+        if key in _ZERO_KEYS or str(key).startswith("stage3_"):
+            lines.append(f'"{key}" has no effect at the top level; it belongs in "{_ZERO}"')
+        elif near:
+            lines.append(f'"{key}" is unknown and has no effect; did you mean "{near[0]}"?')
+        else:
+            foreign.append(str(key))
+    if foreign:
+        lines.append(f"top-level keys that DeepSpeed does not know, and that have no effect: {', '.join(foreign)}")
+    return lines

@@ -9,33 +9,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import logger
 from torch import nn
 
-from deepspeed_amsp import compat
 from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
 from deepspeed_amsp.config import (
     ConfigError,
     Problem,
     check_stage,
-    is_missing_file,
-    load_config,
-    preflight,
     read_block,
 )
+from deepspeed_amsp.config_zero import read_zero_settings
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
-from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built
+from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built, with_zero_settings
 from deepspeed_amsp.runtime import Runtime
 from deepspeed_amsp.topology import detect_topology
 
@@ -67,11 +63,13 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             _host_names(),
             block.topology.leaf_switches,
         )
-        plan = make_plan(block, topology.world_size, topology.gpus_per_node)
+        zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
+        plan = with_zero_settings(make_plan(block, topology.world_size, topology.gpus_per_node), zero)
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
         self.amsp = Runtime(plan, topology)
         self._block = block
+        self._zero = zero
         super().__init__(args, model, *rest, **kwargs)
         if dist.get_rank() == 0:
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
@@ -151,7 +149,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> AMSPOptimizer:
         if optimizer is None:
-            raise _refusal("optimizer", "there is none; an amsp engine trains, so name one or pass one to initialize")
+            raise refusal("optimizer", "there is none; an amsp engine trains, so name one or pass one to initialize")
         amsp = self.amsp
         amsp.optimizer = AMSPOptimizer(
             self, self.module, amsp.units, optimizer, amsp.plan, amsp.mesh, amsp.comm, self._settings(), self._scaler()
@@ -171,10 +169,12 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             or (self.bfloat16_enabled() and bool(config.bfloat16_config.check_grad_overflow)),
             average=bool(self.gradient_average),
             prescale=1.0 / (predivide if self.postscale_gradients() else self.amsp.plan.sharding.s_dp),
-            compute_norm=bool(self.zero_compute_grad_norm()),
+            compute_norm=self._zero.compute_grad_norm,
             allow_untested=bool(self.zero_allow_untested_optimizer()),
             zero_fill_unused=self._block.unused_parameters == "zero_fill",
             verify_every=self._block.verify_every,
+            persistence=self._zero.persistent,
+            log_order_changes=self._zero.log_order_changes,
         )
 
     def _scaler(self) -> Any:
@@ -185,7 +185,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _bucket_numel(self) -> int:
         if self.amsp.plan.bucket_bytes is None:
-            return int(self.zero_reduce_bucket_size())
+            return self._zero.bucket_numel
         model_dtype, _ = self.get_data_types()
         return max(self.amsp.plan.bucket_bytes // int(model_dtype.itemsize), 1)
 
@@ -361,7 +361,8 @@ def _unit_key(unit: Unit) -> str:
     return f"{unit.index}:{unit.name}:{unit.dtype}"
 
 
-def _refusal(path: str, reason: str) -> ConfigError:
+def refusal(path: str, reason: str) -> ConfigError:
+    """A ConfigError about one line of the config."""
     return ConfigError([Problem(path, reason)])
 
 
@@ -373,75 +374,7 @@ def _host_names() -> list[str]:
 
 def _refuse_model(model: nn.Module) -> None:
     if any(hasattr(param, "ds_id") for param in model.parameters()):
-        raise _refusal(
+        raise refusal(
             "amsp",
             "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly",
         )
-
-
-# ---- taking over deepspeed.initialize ---------------------------------------------------------------------
-
-
-def install() -> None:
-    """Make every later ``deepspeed.initialize`` return an AMSPEngine when its config holds the block.
-
-    Idempotent. DeepSpeedEngine itself is extended, so scripts that bound ``initialize`` early get it, too.
-    """
-    if getattr(DeepSpeedEngine, "_amsp_installed", False):
-        return
-    compat.check()
-    DeepSpeedEngine._amsp_installed = True
-    DeepSpeedEngine.__new__ = _choose_engine
-    _check_before(DeepSpeedConfig)
-    deepspeed.load_ds_config = _checked_loading(deepspeed.load_ds_config)
-
-
-def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
-    config_class = kwargs.get("config_class")
-    wanted = config_class is not None and read_block(config_class._param_dict) is not None
-    if wanted and cls is not DeepSpeedEngine and not issubclass(cls, AMSPEngine):
-        raise _refusal(
-            "amsp",
-            f"the block cannot be used with DeepSpeed's {cls.__name__}: pass a plain nn.Module instead of a "
-            f"PipelineModule and switch the hybrid engine off, or remove the block",
-        )
-    return object.__new__(AMSPEngine if wanted and cls is DeepSpeedEngine else cls)
-
-
-def _check_before(config_class: type[DeepSpeedConfig]) -> None:
-    """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
-    original = config_class.__init__
-
-    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(config, Mapping):
-            preflight(config)
-            read_block(config)
-        original(self, config, *args, **kwargs)
-
-    config_class.__init__ = checked
-
-
-def _checked_loading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """DeepSpeed's loader reports a missing file as bad base64, and takes repeated keys in base64."""
-
-    def checked(config: Any) -> Any:
-        if isinstance(config, str):
-            if is_missing_file(config):
-                raise FileNotFoundError(f"no such file: DeepSpeed config {os.path.abspath(config)}")
-            load_config(config)
-        return load(config)
-
-    return checked
-
-
-def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, Any, Any]:
-    """``deepspeed.initialize`` that insists on an enabled "amsp" block.
-
-    Raises:
-        ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO.
-    """
-    install()
-    engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
-    if not isinstance(engine, AMSPEngine):
-        raise _refusal("amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize')
-    return engine, optimizer, dataloader, scheduler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +15,9 @@ from torch import nn
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.partition.accounting import Accounting
+from deepspeed_amsp.partition.buckets import bucket_layouts
 from deepspeed_amsp.partition.grads import BucketGradients
-from deepspeed_amsp.partition.layout import (
-    BucketLayout,
-    LayoutError,
-    OwnerGrid,
-    Piece,
-    build_buckets,
-    renumber,
-    shard_pieces,
-)
+from deepspeed_amsp.partition.layout import LayoutError, OwnerGrid
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
@@ -34,37 +26,12 @@ from deepspeed_amsp.schedule.gather import Gatherer
 from deepspeed_amsp.schedule.hooks import Hooks
 from deepspeed_amsp.schedule.publish import Publisher
 from deepspeed_amsp.schedule.reduce import GradientReducer
+from deepspeed_amsp.settings import OptimizerSettings
 from deepspeed_amsp.state_access import StateAccess
 from deepspeed_amsp.update import OwnerUpdate
 from deepspeed_amsp.verify import verify_replicas
 
 CHECKPOINT_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """What the ds_config says about the update.
-
-    clip: largest global gradient norm; 0 switches clipping off.
-    accumulation_dtype, wire_dtype: how gradients rest and travel; None for the parameter's own dtype.
-    bucket_numel: elements in a bucket.
-    check_overflow: read the norm on the host once a step and skip the step when it is not finite.
-    average: divide by the data-parallel size (gradient_allreduce_op "mean").
-    prescale: factor on gradients before they are added up (prescale_gradients, gradient_predivide_factor).
-    zero_fill_unused: treat parameters without any gradient as having a zero one, as DeepSpeed does.
-    """
-
-    clip: float
-    accumulation_dtype: torch.dtype | None
-    wire_dtype: torch.dtype | None
-    bucket_numel: int
-    check_overflow: bool
-    average: bool
-    prescale: float
-    compute_norm: bool
-    allow_untested: bool
-    zero_fill_unused: bool
-    verify_every: int
 
 
 class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -106,7 +73,15 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             spec.name: param for unit in units for spec, param in zip(unit.layout.params, unit.parameters, strict=True)
         }
         self._trainable = self._find_trainable()
-        self.layouts = self._build_layouts()
+        self.layouts = bucket_layouts(
+            units,
+            set(self._trainable.values()),
+            mesh.coordinates.param,
+            OwnerGrid(mesh.sizes.outer, mesh.sizes.inner),
+            settings.bucket_numel,
+            whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
+            uniform=plan.publish is PublishMode.ALL_GATHER,
+        )
         by_index = self._by_index
         owner = mesh.owner_index
         self.states = OwnedStates(
@@ -161,24 +136,6 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         wanted = {id(param) for param in held if param.requires_grad}
         return {param: name for name, param in self._named.items() if id(param) in wanted}
 
-    def _build_layouts(self) -> list[BucketLayout]:
-        cuts = cuts_allowed(self.optimizer, self._mesh.sizes.param > 1, self.settings.allow_untested)
-        trainable = set(self._trainable.values())
-        by_dtype: dict[torch.dtype, list[list[Piece]]] = {}
-        for unit in self.units:
-            pieces = shard_pieces(unit.layout, unit.index, self._mesh.coordinates.param)
-            by_dtype.setdefault(unit.dtype, []).append([p for p in pieces if p.param.name in trainable])
-        layouts: list[BucketLayout] = []
-        for groups in by_dtype.values():
-            layouts += build_buckets(
-                groups,
-                OwnerGrid(self._mesh.sizes.outer, self._mesh.sizes.inner),
-                self.settings.bucket_numel,
-                whole_tensors=not cuts,
-                uniform=self.plan.publish is PublishMode.ALL_GATHER,
-            )
-        return renumber(layouts)
-
     def _make_gatherer(self) -> Gatherer | None:
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
         if not sharded:
@@ -191,6 +148,11 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             issued=self._agreement.issued,
             prefetch_bytes=self.plan.prefetch_bytes,
             overlap=self.plan.overlap.gather,
+            kept_bytes=self.plan.kept_bytes,
+            persistent=[
+                unit.index for unit, stays in zip(sharded, self.settings.persistent(sharded), strict=True) if stays
+            ],
+            log_every_change=self.settings.log_order_changes,
         )
 
     def _expose_what_deepspeed_reads(self, loss_scaler: Any) -> None:
@@ -315,6 +277,8 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             factor = torch.full((), scale, dtype=torch.float64, device=self._engine.device)
             if settings.clip > 0 and norm is not None:
                 factor = factor * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
+            if self._gatherer is not None:
+                self._gatherer.values_change()
             skipped = set() if settings.zero_fill_unused else self._agreement.unused(agreed, self._owned_names)
             self._update.apply(factor, skipped, wait=not self.plan.overlap.publish)
         self._report_overflow()
@@ -411,9 +375,16 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return {"format": CHECKPOINT_FORMAT, "plan": self.plan.fingerprint(), **self.states.state_dict()}
 
     def load_state_dict(
-        self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True, **_: Any
+        self,
+        state_dict_list: Sequence[Mapping[str, Any]],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+        **_: Any,
     ) -> None:
         """Load what `state_dict` of the same rank, plan and world size made.
+
+        Args:
+            load_from_fp32_weights: False makes the masters from the working copies that were loaded before.
 
         Raises:
             LayoutError: the checkpoint is not ours, or its pieces have other owners.
@@ -425,8 +396,13 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
                 "the checkpoint holds no amsp optimizer states of this format; load it with the engine that "
                 "wrote it, or pass load_optimizer_states=False to start from its weights"
             )
-        self.states.load_state_dict(saved, load_optimizer_states)
-        self.publish_all()
+        if self._gatherer is not None:
+            self._gatherer.values_change()
+        self.states.load_state_dict(saved, load_optimizer_states, load_from_fp32_weights)
+        if load_from_fp32_weights:
+            self.publish_all()
+        else:
+            self.refresh_fp32_params()
 
     def destroy(self) -> None:
         """Take hooks, watchers and marks off the model. Local: other ranks need not call it."""

@@ -174,7 +174,7 @@ class OwnedStates:
             "optimizer": self.optimizer.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any], load_optimizer_states: bool) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], load_optimizer_states: bool, load_masters: bool) -> None:
         """Load what `state_dict` made of the same pieces.
 
         Raises:
@@ -188,8 +188,9 @@ class OwnedStates:
             )
         if load_optimizer_states:
             self.optimizer.load_state_dict(saved["optimizer"])
-        for master, value in zip(self.all_masters(), saved["masters"], strict=True):
-            master.value.data.copy_(value)
+        if load_masters:
+            for master, value in zip(self.all_masters(), saved["masters"], strict=True):
+                master.value.data.copy_(value)
 
     def _point_at(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         for group, members in zip(self.optimizer.param_groups, groups, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from deepspeed_amsp.plan.factors import (
 
 if TYPE_CHECKING:
     from deepspeed_amsp.config import AmspBlock, FactorsBlock, FactorValue
+    from deepspeed_amsp.config_zero import ZeroSettings
 
 MIB = 1024 * 1024
 
@@ -161,9 +162,21 @@ def resolve_sharding(block: AmspBlock, world_size: int, gpus_per_node: int) -> S
     return _from_factors(block.sharding, dp)
 
 
+def with_zero_settings(plan: Plan, zero: ZeroSettings, itemsize: int = 2) -> Plan:
+    """The plan with what "zero_optimization" says where the amsp block is silent; sizes there are elements."""
+    kept = zero.kept_bytes(itemsize)
+    overlap = replace(plan.overlap, **dict.fromkeys(zero.overlap_off, False))
+    return replace(
+        plan,
+        reduce=ReduceMode(zero.reduce) if zero.reduce is not None else plan.reduce,
+        overlap=overlap,
+        prefetch_bytes=zero.prefetch_bytes(plan.prefetch_bytes, itemsize),
+        keep_after_forward=plan.keep_after_forward if kept is None else kept,
+    )
+
+
 NOT_BUILT: dict[str, object] = {
     "hierarchical": False,
-    "keep_after_forward": "none",
     "memory_limit_gb": None,
     "profile": None,
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
@@ -19,6 +20,9 @@ class Gatherer:
         issued: told the name of every unit that is gathered.
         prefetch_bytes: how far ahead of the running module gathers may be issued in forward.
         overlap: False issues every gather where it is needed and waits for it at once.
+        kept_bytes: how much may stay gathered from a forward to its backward; the last units used stay.
+        persistent: indices of units that stay gathered until their values change.
+        log_every_change: say so whenever the order of units differs from the recorded one.
     """
 
     def __init__(
@@ -30,7 +34,13 @@ class Gatherer:
         issued: Callable[[str], None],
         prefetch_bytes: int,
         overlap: bool,
+        kept_bytes: float = 0,
+        persistent: Collection[int] = (),
+        log_every_change: bool = False,
     ) -> None:
+        self._kept_bytes = kept_bytes
+        self._kept: deque[ShardedUnit] = deque()
+        self._persistent = frozenset(persistent)
         self._units = {unit.index: unit for unit in units}
         self._comm = comm
         self._group = group
@@ -39,8 +49,8 @@ class Gatherer:
         self._prefetch_bytes = prefetch_bytes
         self._overlap = overlap
         self._tickets: dict[int, Ticket] = {}
-        self.forward_order = UseOrder("forward")
-        self.backward_order = UseOrder("backward")
+        self.forward_order = UseOrder("forward", log_every_change)
+        self.backward_order = UseOrder("backward", log_every_change)
 
     def use(self, unit: ShardedUnit, backward: bool) -> None:
         """Make ``unit`` readable now and prefetch what the recorded order says comes next."""
@@ -62,12 +72,30 @@ class Gatherer:
         self._arrive(unit)
 
     def free(self, unit: ShardedUnit) -> None:
-        """Drop the full copy, unless somebody outside the passes has pinned it (GatheredParameters)."""
-        if unit.state is UnitState.FULL and not unit.pinned:
+        """Drop the full copy, unless it is persistent or pinned from outside the passes (GatheredParameters)."""
+        if unit.state is UnitState.FULL and not unit.pinned and unit.index not in self._persistent:
             unit.free()
+
+    def free_after_forward(self, unit: ShardedUnit, backward_follows: bool) -> None:
+        """Drop the full copy, or keep it for the backward and drop what was kept longest instead."""
+        if not backward_follows or not self._kept_bytes:
+            self.free(unit)
+            return
+        if unit in self._kept:
+            self._kept.remove(unit)
+        self._kept.append(unit)
+        while sum(kept.full_bytes for kept in self._kept) > self._kept_bytes:
+            self.free(self._kept.popleft())
+
+    def values_change(self) -> None:
+        """The shards are about to be updated: full copies made before, persistent ones too, are stale."""
+        for unit in self._units.values():
+            if unit.state is UnitState.FULL and not unit.pinned:
+                unit.free()
 
     def free_all(self) -> None:
         """Free everything, prefetched units that nobody used included: a pass is over."""
+        self._kept.clear()
         for unit in self._units.values():
             if unit.state is UnitState.GATHERING:
                 self._arrive(unit)

@@ -230,7 +230,7 @@ class Hooks:
             # A recomputation keeps what it gathered: the gradient needs it next.
             for unit in used:
                 if not self._used_by_outer(unit):
-                    self._gatherer.free(unit)
+                    self._gatherer.free_after_forward(unit, backward_follows=torch.is_grad_enabled())
 
     def _used_by_outer(self, unit: ShardedUnit) -> bool:
         return any(unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames)

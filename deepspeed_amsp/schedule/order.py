@@ -13,8 +13,9 @@ class UseOrder:
     needs a unit gathers it itself.
     """
 
-    def __init__(self, direction: str) -> None:
+    def __init__(self, direction: str, log_every_change: bool = False) -> None:
         self._direction = direction
+        self._log_every_change = log_every_change
         self._record: list[int] = []
         self._current: list[int] = []
         self._following = False
@@ -33,7 +34,7 @@ class UseOrder:
         self._current.append(unit)
         if self._following and (position >= len(self._record) or self._record[position] != unit):
             self._following = False
-            if not self._warned:
+            if not self._warned or self._log_every_change:
                 self._warned = True
                 logger.warning(
                     f"amsp: the {self._direction} pass used its modules in another order than before; "

@@ -215,8 +215,7 @@ class TestPlan:
     ("changes", "named"),
     [
         ({"hierarchical": True}, "amsp.hierarchical = true"),
-        ({"keep_after_forward": 5}, "amsp.keep_after_forward = 5"),
-        ({"verify_every": 3, "profile": "p.json"}, 'amsp.profile = "p.json", amsp.verify_every = 3'),
+        ({"memory_limit_gb": 5, "profile": "p.json"}, 'amsp.memory_limit_gb = 5.0, amsp.profile = "p.json"'),
         ({"topology": {"leaf_switches": [["a"]]}}, 'amsp.topology.leaf_switches = [["a"]]'),
     ],
 )

@@ -1,0 +1,81 @@
+"""Taking over ``deepspeed.initialize``: the config decides which engine it makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from deepspeed_amsp import compat
+from deepspeed_amsp.config import is_missing_file, load_config, preflight, read_block
+from deepspeed_amsp.engine import AMSPEngine, refusal
+from deepspeed_amsp.optimizer import AMSPOptimizer
+
+
+def install() -> None:
+    """Make every later ``deepspeed.initialize`` return an AMSPEngine when its config holds the block.
+
+    Idempotent. DeepSpeedEngine itself is extended, so scripts that bound ``initialize`` early get it, too.
+    """
+    if getattr(DeepSpeedEngine, "_amsp_installed", False):
+        return
+    compat.check()
+    DeepSpeedEngine._amsp_installed = True
+    DeepSpeedEngine.__new__ = _choose_engine
+    _check_before(DeepSpeedConfig)
+    deepspeed.load_ds_config = _checked_loading(deepspeed.load_ds_config)
+
+
+def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
+    config_class = kwargs.get("config_class")
+    wanted = config_class is not None and read_block(config_class._param_dict) is not None
+    if wanted and cls is not DeepSpeedEngine and not issubclass(cls, AMSPEngine):
+        raise refusal(
+            "amsp",
+            f"the block cannot be used with DeepSpeed's {cls.__name__}: pass a plain nn.Module instead of a "
+            f"PipelineModule and switch the hybrid engine off, or remove the block",
+        )
+    return object.__new__(AMSPEngine if wanted and cls is DeepSpeedEngine else cls)
+
+
+def _check_before(config_class: type[DeepSpeedConfig]) -> None:
+    """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
+    original = config_class.__init__
+
+    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, Mapping):
+            preflight(config)
+            read_block(config)
+        original(self, config, *args, **kwargs)
+
+    config_class.__init__ = checked
+
+
+def _checked_loading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """DeepSpeed's loader reports a missing file as bad base64, and takes repeated keys in base64."""
+
+    def checked(config: Any) -> Any:
+        if isinstance(config, str):
+            if is_missing_file(config):
+                raise FileNotFoundError(f"no such file: DeepSpeed config {os.path.abspath(config)}")
+            load_config(config)
+        return load(config)
+
+    return checked
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, Any, Any]:
+    """``deepspeed.initialize`` that insists on an enabled "amsp" block.
+
+    Raises:
+        ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO.
+    """
+    install()
+    engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
+    if not isinstance(engine, AMSPEngine):
+        raise refusal("amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize')
+    return engine, optimizer, dataloader, scheduler
