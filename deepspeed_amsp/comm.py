@@ -6,6 +6,7 @@ A ticket keeps the buffers of its collective alive until somebody has waited for
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,8 @@ class Ticket:
         self._entry = entry
 
     def wait(self) -> None:
-        works, self._works = self._works, []
         try:
-            for work in works:
+            for work in self._works:
                 work.wait()
         except RuntimeError as error:
             entry = self._entry
@@ -68,6 +68,7 @@ class Ticket:
                 f"{error}. Another rank has died, or did not get to this point: with parameters sharded all ranks must "
                 f"run the same modules, the same number of batches and the same calls"
             ) from error
+        self._works.clear()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -82,6 +83,13 @@ class Ticket:
     @property
     def waited(self) -> bool:
         return not self._works and self._finish is None
+
+
+def host_names() -> list[str]:
+    """The host of every rank, in rank order, over the default group; before there is a mesh. Blocks."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names
 
 
 class Communicator:

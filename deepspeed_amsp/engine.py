@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +19,13 @@ from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
+from deepspeed_amsp.comm import host_names
 from deepspeed_amsp.config import (
-    ConfigError,
-    Problem,
     check_stage,
     read_block,
 )
 from deepspeed_amsp.config_zero import read_zero_settings
+from deepspeed_amsp.model_checks import FREED, is_compiled, refusal, refuse_model
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.materialise import materialise
@@ -55,12 +54,12 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
         refuse_not_built(block)
-        _refuse_model(model)
+        refuse_model(model, kwargs.get("mpu"))
         topology = detect_topology(
             block.topology.gpus_per_node,
             os.environ,
             dist.get_world_size(),
-            _host_names(),
+            host_names(),
             block.topology.leaf_switches,
         )
         zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
@@ -107,18 +106,23 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _broadcast_model(self) -> None:
         """Everybody starts from rank 0's values: here, or unit by unit while sharding."""
         if not self._sharded:
-            super()._broadcast_model()
+            for param in self.module.parameters():
+                param.data = param.data.contiguous()
+                self._broadcast_tensor(param.data)
 
     def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
         mesh = self.amsp.mesh
-        if mesh.world.size > 1:
-            self.amsp.comm.broadcast(mesh.world, tensor, 0, "initial values").wait()
+        if mesh.world.size > 1 and tensor.numel():
+            # As bytes, since not every backend knows every dtype; flat first, since a scalar has no byte view.
+            octets = tensor.view(-1).view(torch.uint8)
+            self.amsp.comm.broadcast(mesh.world, octets, 0, "initial values").wait()
 
     def _move_rest_to_device(self) -> None:
-        """Buffers and non-floating parameters follow the device; the units are there already."""
+        """Buffers and parameters without a unit follow the device; the units are there already."""
         self.module.to(self.device)
         for param in self.module.parameters():
             if not param.dtype.is_floating_point:
+                param.data = param.data.contiguous()
                 self._broadcast_tensor(param.data)
 
     @contextmanager
@@ -154,7 +158,29 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         amsp.optimizer = AMSPOptimizer(
             self, self.module, amsp.units, optimizer, amsp.plan, amsp.mesh, amsp.comm, self._settings(), self._scaler()
         )
+        if is_compiled(self.module):
+            self._prepare_for_compiled_code()
         return amsp.optimizer
+
+    def _prepare_for_compiled_code(self) -> None:
+        if self._sharded:
+            raise refusal(
+                "amsp.sharding.parameters",
+                "torch.compile cannot be used with sharded parameters; set it to [1, 1] or do not compile",
+            )
+        if self.amsp.optimizer is not None:
+            self.amsp.optimizer.publish_later = False
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, for whole parameters. Compiled code reads them unseen, so steps wait for publishes."""
+        self._prepare_for_compiled_code()
+        return super().compile(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the window, wherever they rest."""
+        super().zero_grad()
+        if self.amsp.optimizer is not None:
+            self.amsp.optimizer.zero_grad()
 
     def _settings(self) -> OptimizerSettings:
         config = self._config
@@ -221,6 +247,9 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         runtime = self.__dict__.get("amsp")
         if runtime is not None:
             runtime.mesh.destroy()
+            for unit in self._sharded_units():
+                for param in unit.parameters:
+                    vars(param)[FREED] = True
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 
@@ -239,7 +268,10 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             return state
         held = {spec.name for unit in self.amsp.units for spec in unit.layout.params}
         rest = OrderedDict((name, value) for name, value in state.items() if name not in self._aliases(held))
-        rest["amsp_shards"] = {_unit_key(unit): unit.shard.detach() for unit in self._sharded_units()}
+        wanted = [
+            unit for unit in self._sharded_units() if unit.trainable or not kwargs.get("exclude_frozen_parameters")
+        ]
+        rest["amsp_shards"] = {_unit_key(unit): unit.shard.detach() for unit in wanted}
         return rest
 
     def load_module_state_dict(
@@ -258,12 +290,16 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             custom_load_fn(src=state, dst=self.module)
             return
         if not self._sharded:
-            self.module.load_state_dict(state, strict=strict)
+            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+            # Frozen parameters may have been left out on purpose (exclude_frozen_parameters).
+            kept = {name: value for name, value in self.module.state_dict().items() if name in frozen - state.keys()}
+            self.module.load_state_dict({**state, **kept}, strict=strict)
             return
         if shards is None:
             raise LayoutError("the checkpoint holds whole parameters, but this plan needs the shards of its own plan")
         for unit in self._sharded_units():
-            unit.shard.copy_(shards[_unit_key(unit)])
+            if unit.trainable or _unit_key(unit) in shards:
+                unit.shard.copy_(shards[_unit_key(unit)])
         self.module.load_state_dict(state, strict=False)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -359,22 +395,3 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
 
 def _unit_key(unit: Unit) -> str:
     return f"{unit.index}:{unit.name}:{unit.dtype}"
-
-
-def refusal(path: str, reason: str) -> ConfigError:
-    """A ConfigError about one line of the config."""
-    return ConfigError([Problem(path, reason)])
-
-
-def _host_names() -> list[str]:
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return names
-
-
-def _refuse_model(model: nn.Module) -> None:
-    if any(hasattr(param, "ds_id") for param in model.parameters()):
-        raise refusal(
-            "amsp",
-            "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly",
-        )

@@ -12,7 +12,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_amsp import compat
 from deepspeed_amsp.config import is_missing_file, load_config, preflight, read_block
-from deepspeed_amsp.engine import AMSPEngine, refusal
+from deepspeed_amsp.engine import AMSPEngine
+from deepspeed_amsp.model_checks import refusal
 from deepspeed_amsp.optimizer import AMSPOptimizer
 
 

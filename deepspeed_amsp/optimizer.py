@@ -116,6 +116,8 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self._hooks = Hooks(model, self.units, self.publisher, self._gatherer)
         self._hooks.watch_gradients(list(self._trainable), self._on_gradient)
         self._steps = 0
+        self.publish_later = plan.overlap.publish
+        """False waits for publishes in the step: compiled code reads parameters unseen."""
         self.skipped = 0
         self._expose_what_deepspeed_reads(loss_scaler)
         self.access = StateAccess(self, mesh, comm)
@@ -128,7 +130,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         groups = self.optimizer.param_groups
         held = [param for group in groups for param in group["params"] if param.numel() or param in names]
         for param in held:
-            if param not in names:
+            if param not in names and param.requires_grad:
                 raise LayoutError(
                     f"the optimizer holds a tensor of shape {tuple(param.shape)} and dtype {param.dtype} that is "
                     f"not a floating-point parameter of the model; remove it from the optimizer's param_groups"
@@ -251,6 +253,9 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """
         if closure is not None:
             raise ValueError("AMSPOptimizer.step takes no closure: gradients are already reduced when it is called")
+        if self._reducer.open:
+            # A backward whose end nobody announced: the loss was not made by engine.forward.
+            self.reduce_gradients()
         self._verify_replicas()
         agreed, ticket = self._agreement.ask()
         self._reducer.drain()
@@ -280,7 +285,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             if self._gatherer is not None:
                 self._gatherer.values_change()
             skipped = set() if settings.zero_fill_unused else self._agreement.unused(agreed, self._owned_names)
-            self._update.apply(factor, skipped, wait=not self.plan.overlap.publish)
+            self._update.apply(factor, skipped, wait=not self.publish_later)
         self._report_overflow()
         self.loss_scaler.update_scale(self.overflow)
         return self.overflow
@@ -310,6 +315,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of the window, and the ``grad`` of parameters that are not optimized here."""
         self._reducer.clear()
+        self._agreement.start_window()
         for param in self._named.values():
             param.grad = None
 
@@ -405,7 +411,8 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self.refresh_fp32_params()
 
     def destroy(self) -> None:
-        """Take hooks, watchers and marks off the model. Local: other ranks need not call it."""
+        """Take hooks, watchers and marks off the model, once it has its last values."""
+        self.publisher.wait_all()
         self._hooks.remove()
         self.access.detach()
 

@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optimizer",),
     ("runtime",),
     ("checkpoint",),
+    ("model_checks",),
     ("compat",),
     ("engine",),
     ("install",),
@@ -41,7 +42,7 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 """Rooms from left to right; a room imports itself and what stands before it. A tuple is one step."""
 
-LARGEST_FILE = 420
+LARGEST_FILE = 430
 
 
 def room(path: Path) -> str:
@@ -106,7 +107,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
         ("creates process groups", r"\bnew_group\(|init_device_mesh|new_subgroups", {"mesh.py"}),
         (
             "calls tensor collectives",
-            r"dist\.(all_reduce|reduce|broadcast|all_to_all\w*|reduce_scatter\w*|all_gather_\w*into\w*|all_gather_single)\b",
+            r"dist\.(all_reduce|reduce|broadcast|all_to_all|reduce_scatter|all_gather|gather|scatter|barrier)\w*\(",
             {"comm.py"},
         ),
         (

@@ -31,6 +31,8 @@ def check_written_plan(load_dir: str, tag: str | None, plan: Plan) -> None:
         return
     folder = os.path.join(load_dir, str(tag))
     path = os.path.join(folder, PLAN_FILE)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"no such checkpoint: {os.path.abspath(folder)}")
     if not os.path.isfile(path):
         raise LayoutError(
             f"{folder} holds no {PLAN_FILE}: it is no checkpoint that an amsp engine wrote. Load it with the "

@@ -76,7 +76,7 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
     def __reduce__(
         self,
     ) -> tuple[type[dict[str, nn.Parameter | None]], tuple[dict[str, nn.Parameter | None]]]:
-        return dict, (dict(super().items()),)
+        return dict, (dict(self.items()),)
 
 
 class Frame:
@@ -116,8 +116,14 @@ class Hooks:
             id(param): (unit, index) for unit in units for index, param in enumerate(unit.parameters)
         }
         self._sharded_of: dict[nn.Module, list[ShardedUnit]] = {}
+        self._early: set[int] = set()
+        """Units that somebody may read without our seeing it; they are waited for when the forward begins."""
         for module in model.modules():
-            held = [self._unit_of[id(p)][0] for p in dict.values(module._parameters) if id(p) in self._unit_of]
+            held = [self._unit_of[id(p)][0] for p in module.parameters(recurse=False) if id(p) in self._unit_of]
+            self._early.update(unit.index for unit in self._references(module))
+            if isinstance(module, torch.jit.ScriptModule):
+                self._early.update(unit.index for unit in held)
+                continue
             leaves = [unit for unit in units if isinstance(unit, ShardedUnit) and unit.leaf and unit.module is module]
             own = list(dict.fromkeys([unit for unit in held if isinstance(unit, ShardedUnit)] + leaves))
             if own:
@@ -127,6 +133,8 @@ class Hooks:
             if gatherer is not None:
                 self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+        if gatherer is None and self._early:
+            self._handles.append(model.register_forward_pre_hook(lambda *_: self._wait_early()))
 
     def watch_gradients(self, trainable: list[nn.Parameter], on_gradient: OnGradient) -> None:
         """Hand every complete gradient of ``trainable`` to ``on_gradient(unit, index, gradient)``, which says
@@ -141,13 +149,15 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         for module in self._watched:
-            module._parameters = dict(dict.items(module._parameters))
+            if isinstance(module._parameters, WatchedParameters):
+                module._parameters = dict(dict.items(module._parameters))
         self._watched.clear()
         self._frames.clear()
 
     def start_forward(self) -> None:
-        """The outermost forward begins. Frames left by an exception are stale."""
+        """The outermost forward begins."""
         self._frames.clear()
+        self._wait_early()
         if self._gatherer is not None and not in_backward():
             self._gatherer.forward_order.start()
 
@@ -159,6 +169,30 @@ class Hooks:
         if self._gatherer is not None:
             self._gatherer.free_all()
             self._gatherer.backward_order.start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        """Copying a module copies its hooks. Ours belong to the one that they were made for."""
+        if self._gatherer is not None:
+            raise TypeError(
+                "a module whose parameters are sharded (amsp.sharding.parameters above 1) cannot be copied: its values "
+                "are elsewhere. Build a second module and load the gathered weights into it"
+            )
+        return self
+
+    def _references(self, module: nn.Module) -> list[Unit]:
+        """Units of parameters that the module holds outside its ``_parameters``, as it is or in a container."""
+        found = []
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_modules", "_buffers"):
+                continue
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            found += [self._unit_of[id(item)][0] for item in inner if id(item) in self._unit_of]
+        return found
+
+    def _wait_early(self) -> None:
+        if self._publisher.pending:
+            for index in self._early:
+                self._publisher.wait_unit(index)
 
     def _watch(self, module: nn.Module) -> None:
         module._parameters = WatchedParameters(module._parameters, self._on_read, self._on_list)
@@ -181,7 +215,7 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        if module is self._model:
+        if module is self._model and all(frame.module is not module for frame in self._frames):
             self.start_forward()
         self._frames.append(Frame(module))
         backward = in_backward()
@@ -224,8 +258,11 @@ class Hooks:
         used = self._sharded_of.get(module, []) + borrowed
         if not used:
             return
-        if torch.is_grad_enabled():
-            self._gather_before_backward(output, used)
+        visible = not torch.is_grad_enabled() or self._gather_before_backward(output, used)
+        if not visible:
+            # No output that we can see leads to the backward of this module, so nothing would gather it again:
+            # it stays until the end of the backward.
+            return
         if not in_backward():
             # A recomputation keeps what it gathered: the gradient needs it next.
             for unit in used:
@@ -235,7 +272,8 @@ class Hooks:
     def _used_by_outer(self, unit: ShardedUnit) -> bool:
         return any(unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames)
 
-    def _gather_before_backward(self, output: Any, used: list[ShardedUnit]) -> None:
+    def _gather_before_backward(self, output: Any, used: list[ShardedUnit]) -> bool:
+        """Whether the output has tensors whose gradient will announce the module's backward."""
         gatherer = self._gatherer
         assert gatherer is not None
 
@@ -243,9 +281,10 @@ class Hooks:
             for unit in used:
                 gatherer.use(unit, backward=True)
 
-        for tensor in output_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)
+        found = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
+        for tensor in found:
+            tensor.register_hook(before_backward)
+        return bool(found)
 
     def _gradient_hook(self, unit: Unit, index: int, on_gradient: OnGradient) -> Callable[[torch.Tensor], None]:
         gatherer = self._gatherer
@@ -255,6 +294,12 @@ class Hooks:
             if gradient is None:
                 return
             param.grad = None
+            if gradient.layout is not torch.strided:
+                name = unit.layout.params[index].name
+                raise TypeError(
+                    f"{name} has a sparse gradient, which cannot be reduced in a bucket; build its module with "
+                    f"sparse=False"
+                )
             complete = on_gradient(unit, index, gradient.detach())
             if complete and gatherer is not None and isinstance(unit, ShardedUnit):
                 gatherer.free(unit)

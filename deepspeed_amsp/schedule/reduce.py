@@ -176,6 +176,10 @@ class UnitGradients:
         self._flat[offset : offset + gradient.numel()].add_(gradient.reshape(-1))
         self._arrived.add(index)
 
+    def clear(self) -> None:
+        self._flat = None
+        self._arrived.clear()
+
     def take(self) -> torch.Tensor:
         flat, self._flat = self._flat, None
         self._arrived.clear()
@@ -239,6 +243,8 @@ class GradientReducer:
         self._next_bucket = len(buckets) - 1
         self._reduced_units: set[int] = set()
         self.boundary = True
+        self.open = False
+        """True from the first gradient of a backward until its end was announced."""
         self.hold = False
         """True inside no_sync: gradients are staged, nothing is sent."""
 
@@ -248,6 +254,7 @@ class GradientReducer:
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
         """Take over the gradient of parameter ``index`` of ``unit``. True when the unit has all of its own."""
+        self.open = True
         self._agreement.used(unit.layout.params[index].name)
         if self._prescale != 1.0:
             gradient = gradient * self._prescale
@@ -291,10 +298,14 @@ class GradientReducer:
         self._bucket_pipeline.drain()
 
     def clear(self) -> None:
-        """Drop all gradients (after a step, or a step that was skipped)."""
+        """Drop all gradients, also those of a backward that was not finished."""
         self.drain()
+        for flat in self._flat.values():
+            flat.clear()
         for bucket in self._buckets:
             bucket.clear()
+        self._reduced_units.clear()
+        self._reset_round()
 
     def reduce_staged(self) -> None:
         """The final reduction for loops that only now say that the window is over."""
@@ -348,5 +359,6 @@ class GradientReducer:
             self._bucket_pipeline.drain()
 
     def _reset_round(self) -> None:
+        self.open = False
         self._missing = [set(needed) for needed in self._needed]
         self._next_bucket = len(self._buckets) - 1

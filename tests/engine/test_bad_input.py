@@ -34,6 +34,7 @@ def refused(ds_config: Mapping[str, Any], *words: str, world: int = 4, job: Any 
     errors = pool(world).run(job, ds_config, return_exceptions=True, **kwargs)
     texts = {str(error) for error in errors}
     assert all(isinstance(error, Exception) for error in errors), errors
+    assert len(texts) == 1, f"ranks say different things: {texts}"
     for text in texts:
         for word in words:
             assert word in text, f"{word!r} is missing in: {text}"

@@ -30,9 +30,9 @@ def _row(index: int) -> dict[str, Any]:
     return {name: values[bit] for (name, values), bit in zip(CHOICES.items(), columns, strict=True)}
 
 
-def _complement(index: int) -> int:
-    """A row that differs in the first three columns and, with them, gives each triple both values of a choice."""
-    return index ^ 7
+def _opposite(row: dict[str, Any]) -> dict[str, Any]:
+    """The other value of every choice: with its row it gives a triple both values of each."""
+    return {name: values[1 - values.index(row[name])] for name, values in CHOICES.items()}
 
 
 def case_for(sharding: Sharding, choices: dict[str, Any], **overrides: Any) -> Case:
@@ -49,11 +49,11 @@ def case_for(sharding: Sharding, choices: dict[str, Any], **overrides: Any) -> C
 
 
 def matrix(world_size: int) -> Iterator[tuple[str, Sharding, Case]]:
-    """(label, sharding, case): every legal triple, twice, with complementary rows of the array."""
+    """(label, sharding, case): every legal triple, twice, with a row of the array and its opposite."""
     for gpus_per_node, nodes in CLUSTERS[world_size]:
         shardings = enumerate_shardings(ShardFactor(gpus_per_node, nodes))
         for number, sharding in enumerate(shardings):
-            for index in (number % 8, _complement(number % 8)):
-                choices = _row(index)
+            row = _row(number % 8)
+            for choices in (row, _opposite(row)):
                 label = f"{sharding} {' '.join(str(value) for value in choices.values())}".replace(" | ", "-")
                 yield label, sharding, case_for(sharding, choices)

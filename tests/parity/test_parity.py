@@ -65,5 +65,5 @@ def test_the_matrix_covers_every_pair(world: int) -> None:
             pairs = {(row[first], row[second]) for row in values}
             assert len(pairs) == 4, (first, second, pairs)
     triples = {row["triple"] for row in values}
-    for choice in ("reduce", "publish", "micro_batches"):
+    for choice in CHOICES:
         assert len({(row["triple"], row[choice]) for row in values}) == 2 * len(triples), choice

@@ -1,0 +1,50 @@
+"""What kinds of model an amsp engine refuses, or treats with more care."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from deepspeed_amsp.config import ConfigError, Problem
+from deepspeed_amsp.state_access import StateAccess
+
+FREED = "_amsp_freed"
+"""Set on parameters whose engine is gone and whose values went with it."""
+
+
+def refusal(path: str, reason: str) -> ConfigError:
+    """A ConfigError about one line of the config."""
+    return ConfigError([Problem(path, reason)])
+
+
+def refuse_model(model: nn.Module, mpu: Any) -> None:
+    """Raises ConfigError for a model, or a model-parallel unit, that cannot be trained here."""
+    if mpu is not None:
+        raise refusal("amsp", "an mpu (model parallelism) cannot be used yet; pass mpu=None")
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise refusal("amsp", "deepspeed.moe.layer.MoE has experts of its own on every rank, which would be averaged")
+    for name, param in model.named_parameters():
+        if getattr(param, FREED, False):
+            raise refusal(
+                "amsp",
+                f"{name} is empty: an engine with sharded parameters was made over this model and destroyed. Build the "
+                f"model anew, or gather its weights (engine.save_16bit_model) before destroying the engine",
+            )
+        if hasattr(param, "ds_id") and not isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
+            raise refusal(
+                "amsp", "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly"
+            )
+        if hasattr(param, "ds_id"):
+            raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model, a part of it, or one of their forward methods."""
+    return any(
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
