@@ -7,6 +7,7 @@ A ticket keeps the buffers of its collective alive until somebody has waited for
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,8 @@ class Communicator:
     """Issues collectives on `Group`s and keeps the log of the running and of the last whole step."""
 
     def __init__(self) -> None:
+        self.observer: Callable[[LogEntry, float], None] | None = None
+        """Told of every collective and its milliseconds; with one, each is waited for at once, as in DeepSpeed."""
         self._seq = 0
         self._running: list[LogEntry] = []
         self.last_step: tuple[LogEntry, ...] = ()
@@ -104,6 +107,10 @@ class Communicator:
     def running(self) -> tuple[LogEntry, ...]:
         """Entries since the last `mark_step`."""
         return tuple(self._running)
+
+    def forget(self) -> None:
+        """Empty the log: what set an engine up belongs to no step."""
+        self._running.clear()
 
     def mark_step(self) -> None:
         """Close the running log: a step ends when its updates have been issued for publishing."""
@@ -185,7 +192,12 @@ class Communicator:
         return self._ticket(works, [sections, mine], pick)
 
     def _ticket(self, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None = None) -> Ticket:
-        return Ticket(works, keep, finish, self._running[-1])
+        ticket = Ticket(works, keep, finish, self._running[-1])
+        if self.observer is not None:
+            start = time.perf_counter()
+            ticket.wait()
+            self.observer(self._running[-1], 1e3 * (time.perf_counter() - start))
+        return ticket
 
     def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> None:
         size = message.numel() * message.element_size()

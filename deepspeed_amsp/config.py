@@ -263,15 +263,16 @@ def _plain(value: Any) -> Any:
 # --- the rest of the config -------------------------------------------------------------------------------
 
 
-def preflight(ds_config: Mapping[str, Any]) -> None:
+def preflight(ds_config: Mapping[str, Any], *, filled: bool = True, world_size: int | None = None) -> None:
     """Refuses what an enabled block cannot run next to, and blocks that are misspelled or misplaced.
 
     Without an enabled block only the last two are looked for. Raises one ConfigError with every problem.
+    ``filled`` and ``world_size`` are those of `beside_block`.
     """
     problems = [*misplaced(ds_config), *misspelled(ds_config, set(AmspBlock.model_fields))]
     block = ds_config.get("amsp")
     if "amsp" in ds_config and not (isinstance(block, Mapping) and is_off(block)):
-        problems += beside_block(ds_config)
+        problems += beside_block(ds_config, filled=filled, world_size=world_size)
     if problems:
         raise ConfigError(problems)
 

@@ -24,14 +24,15 @@ from deepspeed_amsp.config import (
     check_stage,
     read_block,
 )
+from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import read_zero_settings
-from deepspeed_amsp.model_checks import FREED, is_compiled, refusal, refuse_model
+from deepspeed_amsp.model_checks import FREED, is_compiled, refusal, refuse_config, refuse_model
 from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
 from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built, with_zero_settings
-from deepspeed_amsp.runtime import Runtime
+from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.topology import detect_topology
 
 
@@ -53,6 +54,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
+        refuse_config(config_class._param_dict, config_class.world_size)
         refuse_not_built(block)
         refuse_model(model, kwargs.get("mpu"))
         topology = detect_topology(
@@ -63,15 +65,21 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             block.topology.leaf_switches,
         )
         zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
-        plan = with_zero_settings(make_plan(block, topology.world_size, topology.gpus_per_node), zero)
+        short = config_class.bfloat16_config.enabled or config_class.float16_config.enabled
+        plan = make_plan(block, topology.world_size, topology.gpus_per_node)
+        plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
         self.amsp = Runtime(plan, topology)
         self._block = block
         self._zero = zero
         super().__init__(args, model, *rest, **kwargs)
+        self.amsp.comm.forget()
+        self.amsp.comm.observer = communication_logger()
         if dist.get_rank() == 0:
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
+            for line in preflight_warnings(config_class._param_dict, config_class.gradient_clipping):
+                logger.warning(f"amsp: {line}")
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -109,6 +117,15 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             for param in self.module.parameters():
                 param.data = param.data.contiguous()
                 self._broadcast_tensor(param.data)
+            self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        """Buffers, too, start as rank 0's, as in DistributedDataParallel; DeepSpeed leaves them to the seeds."""
+        for buffer in self.module.buffers():
+            whole = buffer.contiguous()
+            self._broadcast_tensor(whole)
+            if whole is not buffer:
+                buffer.copy_(whole)
 
     def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
         mesh = self.amsp.mesh
@@ -124,6 +141,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             if not param.dtype.is_floating_point:
                 param.data = param.data.contiguous()
                 self._broadcast_tensor(param.data)
+        self._broadcast_buffers()
 
     @contextmanager
     def _unpartitioned(self) -> Iterator[None]:
@@ -191,8 +209,10 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             accumulation_dtype=None if named_dtype is None else DtypeEnum(named_dtype).value,
             wire_dtype=config.communication_data_type and self.communication_data_type,
             bucket_numel=self._bucket_numel(),
-            check_overflow=self.fp16_enabled()
-            or (self.bfloat16_enabled() and bool(config.bfloat16_config.check_grad_overflow)),
+            # DeepSpeed skips a step without a finite norm in fp32, too; only bf16 has a switch for it.
+            check_overflow=bool(config.bfloat16_config.check_grad_overflow)
+            if self.bfloat16_enabled()
+            else self.fp16_enabled() or self._zero.compute_grad_norm,
             average=bool(self.gradient_average),
             prescale=1.0 / (predivide if self.postscale_gradients() else self.amsp.plan.sharding.s_dp),
             compute_norm=self._zero.compute_grad_norm,
@@ -243,7 +263,11 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             yield
 
     def destroy(self) -> None:
+        """Take everything off the module, DeepSpeed's own forward hooks included, once it has its last values."""
         super().destroy()
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).remove()
         runtime = self.__dict__.get("amsp")
         if runtime is not None:
             runtime.mesh.destroy()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -49,7 +50,8 @@ def _check_before(config_class: type[DeepSpeedConfig]) -> None:
 
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, Mapping):
-            preflight(config)
+            # zero.Init reads a config that the Trainer still completes; the engine asks again when it starts.
+            preflight(config, filled=False, world_size=dist.get_world_size() if dist.is_initialized() else None)
             read_block(config)
         original(self, config, *args, **kwargs)
 

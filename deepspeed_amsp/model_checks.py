@@ -1,13 +1,15 @@
-"""What kinds of model an amsp engine refuses, or treats with more care."""
+"""What kinds of model (and late, of config) an amsp engine refuses, or treats with more care."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from deepspeed_amsp.config import ConfigError, Problem
+from deepspeed_amsp.config import ConfigError, Problem, preflight
 from deepspeed_amsp.state_access import StateAccess
 
 FREED = "_amsp_freed"
@@ -48,3 +50,12 @@ def is_compiled(model: nn.Module) -> bool:
         or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
     )
+
+
+def refuse_config(ds_config: Mapping[str, Any], read_for: int) -> None:
+    """Raises ConfigError for what may still have been open when the config was read, for ``read_for`` ranks."""
+    ranks = dist.get_world_size()
+    preflight(ds_config, world_size=ranks)
+    if read_for != ranks:
+        reason = f"the config was read for {read_for} GPUs, but there are {ranks}"
+        raise refusal("train_batch_size", f"{reason}; call deepspeed.init_distributed() before reading it")

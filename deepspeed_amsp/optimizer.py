@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from deepspeed_amsp.partition.accounting import Accounting
 from deepspeed_amsp.partition.buckets import bucket_layouts
 from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.layout import LayoutError, OwnerGrid
+from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
@@ -410,15 +411,18 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         else:
             self.refresh_fp32_params()
 
+    def offload_states(self, include: Collection[Any], device: Any, pin_memory: bool, non_blocking: bool) -> None:
+        """Move the named states to the CPU (between steps, to make room); `reload_states` brings them back."""
+        self.wait_for_parameters()
+        wanted = {state.value for state in include}
+        move_states(self.units, self.states, self._grads, wanted, torch.device(device.value), pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything back that `offload_states` moved."""
+        move_states(self.units, self.states, self._grads, set(STATE_KINDS), self.device, False, non_blocking)
+
     def destroy(self) -> None:
         """Take hooks, watchers and marks off the model, once it has its last values."""
         self.publisher.wait_all()
         self._hooks.remove()
         self.access.detach()
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.param_groups]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from deepspeed_amsp.comm import Communicator
+from deepspeed.comm.comm import comms_logger
+
+from deepspeed_amsp.comm import Communicator, LogEntry
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.accounting import Bytes
@@ -57,3 +60,17 @@ class Runtime:
             {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
             for kind, purpose in counts
         ]
+
+
+def communication_logger() -> Callable[[LogEntry, float], None] | None:
+    """What DeepSpeed's comms_logger is told, when it is on; it counts a shard's bytes where ranks add theirs."""
+    seen = comms_logger
+    if not seen.enabled:
+        return None
+
+    def tell(entry: LogEntry, milliseconds: float) -> None:
+        if seen.prof_all or entry.op in seen.prof_ops:
+            share = len(entry.ranks) if entry.op in ("all_gather", "reduce_scatter") else 1
+            seen.append(entry.op, entry.op, milliseconds, entry.bytes // share)
+
+    return tell
