@@ -54,9 +54,9 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
-        refuse_config(config_class._param_dict, config_class.world_size)
         refuse_not_built(block)
         refuse_model(model, kwargs.get("mpu"))
+        refuse_config(config_class._param_dict, config_class.world_size)
         topology = detect_topology(
             block.topology.gpus_per_node,
             os.environ,
