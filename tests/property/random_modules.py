@@ -184,10 +184,10 @@ blocks = st.builds(
     kind=st.sampled_from(KINDS),
     frozen=st.sampled_from((False, False, True)),
     tied=st.booleans(),
-    times=st.sampled_from((1, 1, 2, 3)),
-    recompute=st.sampled_from(("", "", "plain", "reentrant")),
+    times=st.sampled_from((1, 2, 3)),
+    recompute=st.sampled_from(("", "plain", "reentrant")),
     wrap=st.sampled_from(("", "dict", "tuple", "dataclass")),
-    when=st.sampled_from(("always", "always", "odd", "even")),
+    when=st.sampled_from(("always", "always", "always", "odd", "even")),
 ).map(
     # torch's reentrant checkpoint only takes tensors and tuples of them.
     lambda block: Block(**{**vars(block), "wrap": ""}) if block.recompute == "reentrant" else block
@@ -195,11 +195,12 @@ blocks = st.builds(
 
 specs = st.builds(
     Spec,
-    width=st.sampled_from((1, 3, 5, 8, 13)),
+    width=st.sampled_from((3, 5, 8, 13)),
     blocks=st.lists(blocks, min_size=1, max_size=4).map(tuple),
     frozen_first=st.sampled_from((False, False, True)),
-    tied_head=st.booleans(),
-    unused=st.booleans(),
+    # Either leaves a bucket incomplete, so that hardly any is sent before the backward ends: not too often.
+    tied_head=st.sampled_from((False, False, False, True)),
+    unused=st.sampled_from((False, False, False, True)),
 )
 
 amsp_blocks = st.fixed_dictionaries(
@@ -226,7 +227,7 @@ runs = st.builds(
     steps=st.just(3),
     micro_batches=st.integers(1, 3),
     optimizer=st.sampled_from(("adamw", "sgd")),
-    clip=st.sampled_from((0.0, 0.1)),
+    clip=st.sampled_from((0.0, 0.1, 5.0)),
     reduce=st.sampled_from(("two_level", "all_reduce")),
     publish=st.sampled_from(("broadcast", "all_gather")),
     bucket_bytes=st.sampled_from((1, 100, 400, 10**6)),

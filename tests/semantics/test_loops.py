@@ -21,20 +21,20 @@ from tests.semantics.harness import (
     MICS,
     MIXED,
     UNEQUAL,
-    WHOLE,
     ZERO3,
     Held,
     Run,
     Trainer,
     assert_matches,
     assert_parity,
+    label,
     loss_of,
     on_ranks,
     over,
     plain_loop,
     reference,
     short_spread,
-    spread,
+    trio,
 )
 
 # ---- evaluation --------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def assert_same_notes(held: Iterable[Held], want: Held) -> None:
     torch.testing.assert_close(notes, torch.tensor(want.notes, dtype=torch.float64), rtol=1e-5, atol=1e-7)
 
 
-@spread
+@trio
 @pytest.mark.parametrize("loop", [_no_grad, _inference_mode, _with_grad], ids=lambda loop: loop.__name__.strip("_"))
 def test_evaluation_anywhere(sharding: Sharding, loop: Callable[..., None]) -> None:
     """And every evaluation sees the parameters of that moment."""
@@ -157,8 +157,11 @@ def _reading(trainer: Any) -> None:
         trainer.notes.append(sum(value.detach().double().abs().sum().item() for value in read))
 
 
-@over(WHOLE)
-@pytest.mark.parametrize("publish", ["broadcast", "all_gather"])
+@pytest.mark.parametrize(
+    ("sharding", "publish"),
+    [(LOCAL_STATES, "all_gather"), (UNEQUAL, "broadcast"), (UNEQUAL, "all_gather")],
+    ids=lambda value: label(value) if isinstance(value, Sharding) else value,
+)
 def test_whole_parameters_are_ordinary_tensors_right_after_a_step(sharding: Sharding, publish: str) -> None:
     run = Run(sharding, m.Plain, loop=_reading, steps=len(READERS), publish=publish, adversarial=True)
     held, want = on_ranks(run), reference(run)
@@ -183,7 +186,7 @@ def _averaging(trainer: Any) -> None:
     trainer.notes.append(sum(mean.double().abs().sum().item() for mean in average))
 
 
-@over(WHOLE)
+@over([LOCAL_STATES, UNEQUAL])
 def test_kept_references_are_current_when_publishing_does_not_overlap(sharding: Sharding) -> None:
     run = Run(sharding, m.Plain, loop=_averaging, steps=5, amsp={"overlap": {"publish": False}})
     held, want = on_ranks(run), reference(run)
@@ -217,6 +220,15 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
+class RecomputedAndReused(RecomputedReentrant):
+    """One block three times: its gradient arrives in three backwards within the backward."""
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2], self.blocks[0]):
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
+        return hidden
+
+
 class RecomputedTwice(Recomputed):
     """A checkpoint around everything, with checkpoints inside."""
 
@@ -236,8 +248,8 @@ def _non_scalar(trainer: Any) -> None:
         trainer.step()
 
 
-@spread
-@pytest.mark.parametrize("model", [Recomputed, RecomputedReentrant, RecomputedTwice])
+@trio
+@pytest.mark.parametrize("model", [Recomputed, RecomputedReentrant, RecomputedAndReused, RecomputedTwice])
 def test_recomputation_with_frozen_norms(sharding: Sharding, model: type[nn.Module]) -> None:
     loop = _non_scalar if model is RecomputedReentrant else plain_loop
     micro_batches = 1 if loop is _non_scalar else 2
@@ -353,7 +365,7 @@ def _fail(trainer: Any, where: str, rows: torch.Tensor) -> None:
         trainer.engine.optimizer.zero_grad()
 
 
-@spread
+@short_spread
 @pytest.mark.parametrize("loop", [_failing_forward, _failing_backward], ids=lambda loop: loop.__name__.strip("_"))
 def test_training_goes_on_after_an_exception(sharding: Sharding, loop: Callable[..., None]) -> None:
     assert_parity(Run(sharding, Fragile, loop=loop, micro_batches=2))
@@ -378,7 +390,7 @@ def _windows(trainer: Any) -> None:
         trainer.finish()
 
 
-@spread
+@short_spread
 @pytest.mark.parametrize("managed", [True, False])
 def test_windows_of_different_lengths(sharding: Sharding, managed: bool) -> None:
     """The last, partial window of an epoch is a window; with managed accumulation or without."""

@@ -17,7 +17,6 @@ from tests.semantics.harness import (
     LOCAL_STATES,
     MIXED,
     UNEQUAL,
-    WHOLE,
     ZERO3,
     OnRank,
     Run,
@@ -78,7 +77,7 @@ def _traffic(trainer: OnRank) -> dict[str, Any]:
     }
 
 
-@short_spread
+@trio
 @pytest.mark.parametrize("model", [m.Adapted, m.OnlyEmbeddings])
 def test_frozen_parameters(sharding: Sharding, model: type[nn.Module]) -> None:
     """They are gathered and sharded, and that is all: no gradient, master or state, and no traffic but gathers."""
@@ -110,7 +109,7 @@ def _states_of_unused(trainer: OnRank) -> list[str]:
     return sorted(with_state & set(m.UNUSED))
 
 
-@spread
+@short_spread
 @pytest.mark.parametrize(
     ("micro_batches", "optimizer", "reduce"), [(1, "adamw", "two_level"), (3, "sgd", "all_reduce")]
 )
@@ -156,7 +155,7 @@ def test_zero_fill_is_deepspeeds_rule(sharding: Sharding, model: type[nn.Module]
     assert not same(want[unused], dict(model().named_parameters())[unused].detach()), "weight decay applies"
 
 
-@spread
+@short_spread
 def test_a_parameter_that_is_used_now_and_then(sharding: Sharding) -> None:
     """Its moments and its own step count only move in the steps that use it."""
     assert_parity(Run(sharding, m.Sometimes, steps=5, micro_batches=2))
@@ -182,7 +181,7 @@ def test_a_parameter_used_in_one_micro_batch_of_a_window(sharding: Sharding, red
     assert_parity(Run(sharding, OncePerWindow, steps=5, micro_batches=3, reduce=reduce))
 
 
-@over(WHOLE)
+@over([LOCAL_STATES, UNEQUAL])
 @pytest.mark.parametrize("reduce", ["two_level", "all_reduce"])
 def test_ranks_take_different_branches(sharding: Sharding, reduce: str) -> None:
     """An expert has a gradient on two ranks and none on the others; the third expert has none anywhere."""
@@ -349,12 +348,11 @@ def _noise(trainer: OnRank) -> torch.Tensor:
 
 @short_spread
 def test_ranks_with_different_seeds_start_from_rank_0(sharding: Sharding) -> None:
-    run = Run(sharding, Everything, different_seeds=True, observe=_noise)
-    held = assert_parity(run)
+    held = assert_parity(Run(sharding, Everything, different_seeds=True, observe=_noise))
     torch.manual_seed(7)
+    noise = Everything().noise
     for mine in held:
-        assert same(mine.seen, held[0].seen)
-    assert same(held[0].seen, Everything().noise)
+        assert same(mine.seen, noise)
 
 
 def on_meta() -> nn.Module:

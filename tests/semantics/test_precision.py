@@ -38,7 +38,6 @@ from tests.semantics.harness import (
     reference,
     same,
     short_spread,
-    spread,
     trio,
     whole_masters,
     whole_parameters,
@@ -188,7 +187,7 @@ def test_overflow_at_the_smallest_scale_ends_the_run_as_in_deepspeed(sharding: S
         assert "already at minimum" in str(error), error
 
 
-@spread
+@trio
 def test_fp16_follows_fp32(sharding: Sharding) -> None:
     run = _fp16(sharding, steps=4, micro_batches=2, clip=0.2)
     run = run.but(loop=plain_loop, extra={"fp16": run.extra["fp16"]})
@@ -227,7 +226,7 @@ def _poisoned_step(trainer: Any) -> None:
         logger.setLevel(level)
 
 
-@spread
+@short_spread
 def test_a_nan_on_one_rank_skips_the_step_and_says_so(sharding: Sharding) -> None:
     extra = {"bf16": {"enabled": True, "check_grad_overflow": True}}
     held = pool(4).run(job, Run(sharding, m.Plain, loop=_poisoned_step, dtype=torch.bfloat16, extra=extra))
@@ -257,7 +256,7 @@ def _tiny_after_large(trainer: Any) -> None:
         trainer.step()
 
 
-@spread
+@trio
 @pytest.mark.parametrize("reduce", ["two_level", "all_reduce"])
 def test_accumulating_in_fp32_under_bf16(sharding: Sharding, reduce: str) -> None:
     run = Run(

@@ -43,7 +43,6 @@ from tests.semantics.harness import (
     reference,
     same,
     short_spread,
-    spread,
     trio,
     whole_parameters,
 )
@@ -120,7 +119,7 @@ def _full(trainer: Any) -> None:
     )
 
 
-@spread
+@short_spread
 def test_whole_values_are_read_and_set(sharding: Sharding) -> None:
     run = Run(sharding, m.Plain, loop=_full, micro_batches=2, clip=0.2)
     held, want = on_ranks(run), reference(run)
@@ -162,7 +161,7 @@ def _local_by_hand(trainer: Any) -> None:
         param.data.mul_(2)
 
 
-@spread
+@short_spread
 def test_the_part_that_a_rank_owns(sharding: Sharding) -> None:
     held = on_ranks(Run(sharding, m.Plain, loop=_local))
     assert_matches(held, reference(Run(sharding, m.Plain, loop=_local_by_hand)))
@@ -195,7 +194,7 @@ def _gathered(trainer: Any) -> None:
             assert (at_rest == 0) == (trainer.run.sharding.s_p > 1), "sharded again on leaving"
 
 
-@short_spread
+@trio
 @pytest.mark.parametrize("publish", ["broadcast", "all_gather"])
 def test_gathered_parameters(sharding: Sharding, publish: str) -> None:
     """What rank 0 writes reaches all replicas and the masters, and the next steps start from it."""
@@ -230,7 +229,7 @@ def _zero_grad(trainer: Any) -> None:
         trainer.step()
 
 
-@short_spread
+@trio
 @pytest.mark.parametrize(("through", "micro_batches"), [("optimizer", 1), ("optimizer", 2), ("engine", 2)])
 def test_zero_grad_drops_the_window(sharding: Sharding, through: str, micro_batches: int) -> None:
     """And with it that a parameter was used: one that only the dropped backward used is left alone."""
