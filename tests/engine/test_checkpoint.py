@@ -48,8 +48,7 @@ def _resumed(case: Case, folder: str, load_with: Case) -> Any:
     return report
 
 
-@spread
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("sharding", "bf16"), [(s, bool(n % 2)) for n, s in enumerate(SPREAD)], ids=str)
 def test_resuming_equals_going_on(sharding: Sharding, bf16: bool, tmp_path: Path) -> None:
     case = make_case(sharding, bf16=bf16, extra={"scheduler": SCHEDULER})
     straight = pool(4).run(_straight, case)

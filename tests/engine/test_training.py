@@ -173,8 +173,9 @@ def _loop(case: Case, kind: str) -> Any:
 
 
 @spread
-@pytest.mark.parametrize("kind", ["tensor_backward", "eval_between", "exception"])
-@pytest.mark.parametrize("model", ["mlp", "attention"])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("tensor_backward", "mlp"), ("eval_between", "attention"), ("exception", "mlp")]
+)
 def test_loops(sharding: Sharding, kind: str, model: str) -> None:
     """loss.backward() as well as engine.backward(loss); eval anywhere; an error in forward, then training on."""
     case = make_case(sharding, model=model, adversarial=kind == "eval_between")

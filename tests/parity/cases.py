@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding, enumerate_shardings
 from tests.support.jobs import Case
 
+NIGHTLY = os.environ.get("AMSP_NIGHTLY") == "1"
 CLUSTERS = {4: [(2, 2), (4, 1)], 8: [(4, 2), (2, 4)]}
 """World size -> (gpus per node, nodes)."""
 
@@ -54,6 +56,8 @@ def matrix(world_size: int) -> Iterator[tuple[str, Sharding, Case]]:
         shardings = enumerate_shardings(ShardFactor(gpus_per_node, nodes))
         for number, sharding in enumerate(shardings):
             row = _row(number % 8)
-            for choices in (row, _opposite(row)):
+            # On eight ranks, where a run is four times as dear, the normal suite runs one of the two (whole arrays of them).
+            rows = (row, _opposite(row))
+            for choices in rows if world_size == 4 or NIGHTLY else rows[number // 8 % 2 :][:1]:
                 label = f"{sharding} {' '.join(str(value) for value in choices.values())}".replace(" | ", "-")
                 yield label, sharding, case_for(sharding, choices)

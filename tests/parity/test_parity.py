@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed_amsp.plan.factors import Sharding
-from tests.parity.cases import CHOICES, matrix
+from tests.parity.cases import CHOICES, NIGHTLY, matrix
 from tests.parity.merge import assert_replicas_equal, whole_masters, working_copies
 from tests.support import models
 from tests.support.jobs import Case, train
@@ -65,5 +65,6 @@ def test_the_matrix_covers_every_pair(world: int) -> None:
             pairs = {(row[first], row[second]) for row in values}
             assert len(pairs) == 4, (first, second, pairs)
     triples = {row["triple"] for row in values}
-    for choice in CHOICES:
+    assert len(triples) == {4: 20, 8: 40}[world]
+    for choice in CHOICES if world == 4 or NIGHTLY else ():
         assert len({(row["triple"], row[choice]) for row in values}) == 2 * len(triples), choice
