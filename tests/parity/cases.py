@@ -56,7 +56,7 @@ def matrix(world_size: int) -> Iterator[tuple[str, Sharding, Case]]:
         shardings = enumerate_shardings(ShardFactor(gpus_per_node, nodes))
         for number, sharding in enumerate(shardings):
             row = _row(number % 8)
-            # On eight ranks, where a run is four times as dear, the normal suite runs one of the two (whole arrays of them).
+            # On eight ranks a run is four times as dear: there the normal suite takes one of the two, array by array.
             rows = (row, _opposite(row))
             for choices in rows if world_size == 4 or NIGHTLY else rows[number // 8 % 2 :][:1]:
                 label = f"{sharding} {' '.join(str(value) for value in choices.values())}".replace(" | ", "-")

@@ -208,6 +208,8 @@ amsp_blocks = st.fixed_dictionaries(
     optional={
         "prefetch_bytes": st.sampled_from((0, 200)),
         "merge_communicators": st.just(True),
+        "keep_after_forward": st.sampled_from(("all", 300)),
+        "verify_every": st.just(1),
         "overlap": st.fixed_dictionaries(
             {key: st.booleans() for key in ("gather", "reduce_scatter", "all_reduce", "publish")}
         ),
@@ -234,4 +236,5 @@ runs = st.builds(
     adversarial=st.booleans(),
     different_seeds=st.booleans(),
     amsp=amsp_blocks,
+    zero=st.sampled_from(({}, {}, {"stage3_param_persistence_threshold": 30})),
 )

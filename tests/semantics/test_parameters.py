@@ -60,45 +60,6 @@ def test_tied_weights(sharding: Sharding) -> None:
     assert sum(mine.seen[3] for mine in held) == numel * sharding.replicate
 
 
-# ---- frozen ------------------------------------------------------------------------------------------------
-
-
-def _traffic(trainer: OnRank) -> dict[str, Any]:
-    sent: dict[str, int] = {}
-    for entry in trainer.engine.amsp.comm.last_step:
-        sent[entry.purpose.value] = sent.get(entry.purpose.value, 0) + entry.bytes
-    frozen = [param for param in trainer.module.parameters() if not param.requires_grad]
-    masters = {id(master.value) for master in trainer.engine.optimizer.states.all_masters()}
-    return {
-        "sent": sent,
-        "frozen_at_rest": sum(param.numel() for param in frozen),
-        "frozen_gradients": sum(param.grad is not None for param in frozen),
-        "foreign_states": sum(id(param) not in masters for param in trainer.engine.optimizer.state),
-    }
-
-
-@trio
-@pytest.mark.parametrize("model", [m.Adapted, m.OnlyEmbeddings])
-def test_frozen_parameters(sharding: Sharding, model: type[nn.Module]) -> None:
-    """They are gathered and sharded, and that is all: no gradient, master or state, and no traffic but gathers."""
-    run = Run(sharding, model, micro_batches=2, clip=0.05, observe=_traffic)
-    held = assert_parity(run)
-    torch.manual_seed(7)
-    start = model()
-    frozen = {name: param for name, param in start.named_parameters() if not param.requires_grad}
-    trained = sum(param.numel() for param in start.parameters() if param.requires_grad)
-    for mine in held:
-        for name, value in frozen.items():
-            assert same(mine.parameters[name], value.detach()), f"{name} moved"
-        assert not {piece[0] for piece in mine.masters} & frozen.keys()
-        assert mine.seen["frozen_gradients"] == mine.seen["foreign_states"] == 0
-        assert (mine.seen["frozen_at_rest"] == 0) == (sharding.s_p > 1)
-        # Two micro-batches, up to two stages, and padding up to the wire's alignment: the frozen part would not fit.
-        reduced = sum(mine.seen["sent"].get(purpose, 0) for purpose in ("param_reduce", "grad_reduce"))
-        assert reduced <= 4 * 4 * (trained + 64 * 7)
-        assert mine.seen["sent"].get("publish", 0) <= 4 * (trained + 64)
-
-
 # ---- unused ------------------------------------------------------------------------------------------------
 
 
