@@ -204,10 +204,13 @@ class Hooks:
             return
         unit = entry[0]
         self._on_list(param)
-        if self._frames and isinstance(unit, ShardedUnit) and not unit.readable:
+        if self._frames and isinstance(unit, ShardedUnit):
             assert self._gatherer is not None
-            self._frames[-1].borrowed.append(unit)
-            self._gatherer.use(unit, backward=in_backward())
+            # Also a unit that happens to be gathered is borrowed: this module's backward will want it again.
+            if not self._used_by_outer(unit):
+                self._frames[-1].borrowed.append(unit)
+            if not unit.readable:
+                self._gatherer.use(unit, backward=in_backward())
 
     def _on_list(self, param: nn.Parameter) -> None:
         if self._publisher.pending and id(param) in self._unit_of:
@@ -273,7 +276,7 @@ class Hooks:
         return any(unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames)
 
     def _gather_before_backward(self, output: Any, used: list[ShardedUnit]) -> bool:
-        """Whether the output has tensors whose gradient will announce the module's backward."""
+        """Whether the output has tensors: those that need a gradient will announce the module's backward."""
         gatherer = self._gatherer
         assert gatherer is not None
 
@@ -281,9 +284,10 @@ class Hooks:
             for unit in used:
                 gatherer.use(unit, backward=True)
 
-        found = [tensor for tensor in output_tensors(output) if tensor.requires_grad]
+        found = list(output_tensors(output))
         for tensor in found:
-            tensor.register_hook(before_backward)
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)
         return bool(found)
 
     def _gradient_hook(self, unit: Unit, index: int, on_gradient: OnGradient) -> Callable[[torch.Tensor], None]:
