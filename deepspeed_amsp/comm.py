@@ -81,10 +81,6 @@ class Ticket:
         self._finish = finish
         return self
 
-    @property
-    def waited(self) -> bool:
-        return not self._works and self._finish is None
-
 
 def host_names() -> list[str]:
     """The host of every rank, in rank order, over the default group; before there is a mesh. Blocks."""

@@ -20,19 +20,17 @@ from torch import nn
 
 from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
 from deepspeed_amsp.comm import host_names
-from deepspeed_amsp.config import (
-    check_stage,
-    read_block,
-)
+from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import read_zero_settings
 from deepspeed_amsp.model_checks import FREED, is_compiled, refusal, refuse_config, refuse_model
-from deepspeed_amsp.optimizer import AMSPOptimizer, OptimizerSettings
+from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, Unit, find_units
 from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built, with_zero_settings
 from deepspeed_amsp.runtime import Runtime, communication_logger
+from deepspeed_amsp.settings import OptimizerSettings
 from deepspeed_amsp.topology import detect_topology
 
 
@@ -291,7 +289,8 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         if not self._sharded:
             return state
         held = {spec.name for unit in self.amsp.units for spec in unit.layout.params}
-        rest = OrderedDict((name, value) for name, value in state.items() if name not in self._aliases(held))
+        held |= {alias for alias, name in self._get_shared_params().items() if name in held}
+        rest = OrderedDict((name, value) for name, value in state.items() if name not in held)
         wanted = [
             unit for unit in self._sharded_units() if unit.trainable or not kwargs.get("exclude_frozen_parameters")
         ]
@@ -314,9 +313,9 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
             custom_load_fn(src=state, dst=self.module)
             return
         if not self._sharded:
-            frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
             # Frozen parameters may have been left out on purpose (exclude_frozen_parameters).
-            kept = {name: value for name, value in self.module.state_dict().items() if name in frozen - state.keys()}
+            absent = self._frozen_names() - state.keys()
+            kept = {name: value for name, value in self.module.state_dict().items() if name in absent}
             self.module.load_state_dict({**state, **kept}, strict=strict)
             return
         if shards is None:
@@ -398,7 +397,7 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
         if not keep:
             return None
         aliases = self._get_shared_params()
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        frozen = self._frozen_names()
         state = OrderedDict()
         for name, value in self.module.state_dict().items():
             source = aliases.get(name, name)
@@ -406,11 +405,11 @@ class AMSPEngine(DeepSpeedEngine):  # type: ignore[misc]
                 state[name] = whole[source] if source in whole else value.cpu()
         return state
 
+    def _frozen_names(self) -> set[str]:
+        return {name for name, param in self.module.named_parameters() if not param.requires_grad}
+
     def _sharded_units(self) -> list[ShardedUnit]:
         return [unit for unit in self.amsp.units if isinstance(unit, ShardedUnit)]
-
-    def _aliases(self, names: set[str]) -> set[str]:
-        return names | {alias for alias, name in self._get_shared_params().items() if name in names}
 
     def _wait_for_parameters(self) -> None:
         if self.amsp.optimizer is not None:

@@ -136,11 +136,6 @@ class Mesh:
         """This rank's place on the ``optim`` axis, outer * inner_size + inner."""
         return self.coordinates.outer * self.sizes.inner + self.coordinates.inner
 
-    @property
-    def communicators(self) -> int:
-        """Process groups of more than one rank that this rank is a member of."""
-        return sum(handle is not None for handle in self._handles.values())
-
     def destroy(self) -> None:
         """Destroy the groups made here. Local; must not run while a collective is in flight."""
         if dist.is_initialized():

@@ -83,16 +83,15 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,
         )
-        by_index = self._by_index
         owner = mesh.owner_index
         self.states = OwnedStates(
-            basic, self._named, [make_masters(layout, owner, by_index) for layout in self.layouts]
+            basic, self._named, [make_masters(layout, owner, self._by_index) for layout in self.layouts]
         )
         self._grads = [
             BucketGradients(layout, owner, settings.accumulation_dtype or dtype, dtype, engine.device)
-            for layout, dtype in ((layout, by_index[layout.units[0]].dtype) for layout in self.layouts)
+            for layout, dtype in ((layout, self._by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
-        self.publisher = Publisher(self.layouts, by_index, comm, mesh.publish, plan.publish, owner)
+        self.publisher = Publisher(self.layouts, self._by_index, comm, mesh.publish, plan.publish, owner)
         self._agreement = Agreement(
             list(self._trainable.values()), comm, mesh.world_scalars, engine.device, mesh.sizes.param > 1
         )

@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
-from deepspeed_amsp.partition.layout import shard_pieces
+from deepspeed_amsp.partition.layout import Piece, shard_pieces
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.params import ShardedUnit, Unit, UnitState
 
@@ -42,8 +42,8 @@ class StateAccess:
             if isinstance(unit, ShardedUnit):
                 unit.on_readable = _status_marker(unit)
             for index, param in enumerate(unit.parameters):
-                self._unit_of[param] = (unit, index)
                 self._attach(param, unit, index)
+                self._unit_of[param] = (unit, index)
 
     def detach(self) -> None:
         """Take the marks off the parameters."""
@@ -169,7 +169,8 @@ class StateAccess:
         status = ZeroParamStatus.NOT_AVAILABLE if isinstance(unit, ShardedUnit) else ZeroParamStatus.AVAILABLE
         marks: dict[str, Any] = {
             "_z3_optimizer": self,
-            "ds_id": sum(len(u.parameters) for u in self._optimizer.units[: unit.index]) + index,
+            # Parameters are attached in order, so those before this one are the ones that are known.
+            "ds_id": len(self._unit_of),
             "ds_shape": torch.Size(spec.shape),
             "ds_numel": spec.numel,
             "ds_status": status,
@@ -186,10 +187,13 @@ class StateAccess:
 
     def _own_part(self, unit: Unit, name: str) -> torch.Tensor:
         """This rank's part of the working copy, a view; empty if its shard has nothing of the parameter."""
-        for piece in shard_pieces(unit.layout, unit.index, self._mesh.coordinates.param):
-            if piece.param.name == name:
-                return unit.piece_view(piece)
-        return torch.empty(0, dtype=unit.dtype)
+        piece = self._own_piece(unit, name)
+        return torch.empty(0, dtype=unit.dtype) if piece is None else unit.piece_view(piece)
+
+    def _own_piece(self, unit: Unit, name: str) -> Piece | None:
+        """The piece of a parameter that falls into this rank's shard of its unit."""
+        pieces = shard_pieces(unit.layout, unit.index, self._mesh.coordinates.param)
+        return next((piece for piece in pieces if piece.param.name == name), None)
 
     def _gather(self, params: Sequence[nn.Parameter]) -> None:
         self._optimizer.wait_for_parameters()
@@ -204,12 +208,7 @@ class StateAccess:
         if updated:
             for param in params:
                 # The context has made all ranks' equal to the modifier's; masters follow the new values.
-                flat = param.data.detach().reshape(-1).clone()
-                self._write_working_copy(param, flat)
-                name, _ = self._name_and_shape(param)
-                for _, master in self._masters.get(name, ()):
-                    piece = master.slot.piece
-                    master.value.data.view(-1).copy_(flat[piece.start : piece.stop])
+                self.set_full_hp_param(param.data.detach().clone(), param)
         for param in params:
             unit, _ = self._unit_of[param]
             if isinstance(unit, ShardedUnit) and unit.pinned:
@@ -229,21 +228,17 @@ class StateAccess:
         return value if torch.is_tensor(value) and value.numel() == master.value.numel() else None
 
     def _gradient_of(self, bucket: int, master: Master) -> torch.Tensor | None:
-        gradients = self._optimizer.gradients[bucket]
-        if gradients.owned is None:
-            return None
-        at = master.slot.offset - gradients.own_range[0]
-        return gradients.owned[at : at + master.slot.piece.numel].float() * self._optimizer.to_mean
+        part = self._optimizer.gradients[bucket].owned_part(master.slot)
+        return None if part is None else part.float() * self._optimizer.to_mean
 
-    def _write_gradient(self, bucket: int, master: Master, part: torch.Tensor) -> None:
-        gradients = self._optimizer.gradients[bucket]
-        if gradients.owned is None:
+    def _write_gradient(self, bucket: int, master: Master, value: torch.Tensor) -> None:
+        part = self._optimizer.gradients[bucket].owned_part(master.slot)
+        if part is None:
             raise RuntimeError(
                 f"{master.slot.piece.param.name} has no reduced gradient now: it exists between the backward of the "
                 f"last micro-batch and the step"
             )
-        at = master.slot.offset - gradients.own_range[0]
-        gradients.owned[at : at + part.numel()].copy_(part / self._optimizer.to_mean)
+        part.copy_(value / self._optimizer.to_mean)
 
     def _assemble(self, param: nn.Parameter, part: Callable[[int, Master], torch.Tensor | None]) -> torch.Tensor | None:
         """Sum of everybody's owned parts, each at its place; None unless every element has an owner's value."""
@@ -276,9 +271,9 @@ class StateAccess:
         """Write the whole flat value into this rank's working copy (and into the full copy while it is there)."""
         self._optimizer.wait_for_parameters()
         unit, index = self._unit_of[param]
-        for piece in shard_pieces(unit.layout, unit.index, self._mesh.coordinates.param):
-            if piece.param.name == unit.layout.params[index].name:
-                unit.piece_view(piece).copy_(flat[piece.start : piece.stop])
+        piece = self._own_piece(unit, unit.layout.params[index].name)
+        if piece is not None:
+            unit.piece_view(piece).copy_(flat[piece.start : piece.stop])
         if isinstance(unit, ShardedUnit) and unit.state is UnitState.FULL:
             param.data.view(-1).copy_(flat)
 

@@ -80,12 +80,12 @@ class OwnerUpdate:
     def gradient_of(self, index: int, master: Master) -> torch.Tensor:
         """The summed gradient of an owned piece, flat, in the accumulation dtype; zeros if no backward ran."""
         gradients = self._gradients[index]
-        start, length = gradients.own_range
         if gradients.owned is None:
+            _, length = gradients.own_range
             gradients.own(torch.zeros(length, dtype=gradients.dtype, device=self._device))
-        assert gradients.owned is not None
-        at = master.slot.offset - start
-        return gradients.owned[at : at + master.slot.piece.numel]
+        part = gradients.owned_part(master.slot)
+        assert part is not None
+        return part
 
     def _load(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
         for master in self._states.masters[index]:

@@ -90,6 +90,13 @@ class BucketGradients:
         """Add a fully reduced section; several arrive when a window has several backwards at its boundary."""
         self.owned = _accumulate(self.owned, reduced, self.dtype)
 
+    def owned_part(self, slot: Slot) -> torch.Tensor | None:
+        """The reduced gradient of one of the owner's pieces, a flat view; None while there is none."""
+        if self.owned is None:
+            return None
+        at = slot.offset - self.own_range[0]
+        return self.owned[at : at + slot.piece.numel]
+
     def clear(self) -> None:
         self.staged = self.kept = self.owned = None
         self._written.clear()

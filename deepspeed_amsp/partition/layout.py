@@ -162,6 +162,11 @@ class BucketLayout:
     sections: tuple[tuple[int, int], ...]
     """(offset, length) by owner; padding included."""
 
+    @property
+    def label(self) -> str:
+        """How logs and errors name the bucket."""
+        return f"bucket {self.index}"
+
     @cached_property
     def numel(self) -> int:
         return sum(length for _, length in self.sections)
@@ -184,7 +189,15 @@ class BucketLayout:
 
     def owned_numel(self, owner: int) -> int:
         """Elements that ``owner`` holds optimizer states for, without padding."""
-        return sum(slot.piece.numel for slot in self.owner_slots(owner))
+        return self._owned_numels[owner]
+
+    @cached_property
+    def _owned_numels(self) -> tuple[int, ...]:
+        """Asked for in every step, so counted once."""
+        numels = [0] * len(self.sections)
+        for slot in self.slots:
+            numels[slot.owner] += slot.piece.numel
+        return tuple(numels)
 
     def kept_range(self, inner: int) -> tuple[int, int]:
         """(offset, length) of what inner coordinate ``inner`` keeps between micro-batches."""

@@ -186,14 +186,6 @@ class ShardedUnit:
             param.data = self._empty
         self._full.untyped_storage().resize_(0)
 
-    def fill_shard(self, coordinate: int, param_index: int, value: torch.Tensor) -> None:
-        """Copy the part of the full parameter ``value`` that falls into this rank's shard into it."""
-        low = coordinate * self.layout.shard_numel
-        offset = self.layout.offsets[param_index]
-        start, stop = max(low, offset), min(low + self.layout.shard_numel, offset + value.numel())
-        if start < stop:
-            self.shard[start - low : stop - low].copy_(value.reshape(-1)[start - offset : stop - offset])
-
     def _move(self, target: UnitState) -> None:
         if (self.state, target) not in _TRANSITIONS:
             raise UnitStateError(f"unit {self.name}: {self.state.name} -> {target.name} is not a legal transition")

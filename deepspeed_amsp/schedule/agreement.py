@@ -62,7 +62,7 @@ class Agreement:
         return vector, ticket
 
     def check(self, vector: torch.Tensor) -> None:
-        """Read the hashes on the host. Only called where that costs no synchronisation, or one step later.
+        """Read the hashes on the host: with s_p > 1 one read a step, before anything is updated.
 
         Raises:
             DivergenceError: on every rank, with the first action that differs and the ranks.

@@ -118,14 +118,18 @@ class Hooks:
         self._sharded_of: dict[nn.Module, list[ShardedUnit]] = {}
         self._early: set[int] = set()
         """Units that somebody may read without our seeing it; they are waited for when the forward begins."""
+        leaves: dict[nn.Module, list[ShardedUnit]] = {}
+        for unit in units:
+            if isinstance(unit, ShardedUnit) and unit.leaf:
+                leaves.setdefault(unit.module, []).append(unit)
         for module in model.modules():
             held = [self._unit_of[id(p)][0] for p in module.parameters(recurse=False) if id(p) in self._unit_of]
             self._early.update(unit.index for unit in self._references(module))
             if isinstance(module, torch.jit.ScriptModule):
                 self._early.update(unit.index for unit in held)
                 continue
-            leaves = [unit for unit in units if isinstance(unit, ShardedUnit) and unit.leaf and unit.module is module]
-            own = list(dict.fromkeys([unit for unit in held if isinstance(unit, ShardedUnit)] + leaves))
+            below = leaves.get(module, [])
+            own = list(dict.fromkeys([unit for unit in held if isinstance(unit, ShardedUnit)] + below))
             if own:
                 self._sharded_of[module] = own
             if held:

@@ -101,7 +101,7 @@ class Publisher:
             used = layout.owned_numel(owner)
             if used:
                 section = buffer[start : start + used]
-                tickets.append(self._comm.broadcast(self._group, section, owner, self._label(layout)))
+                tickets.append(self._comm.broadcast(self._group, section, owner, layout.label))
         return tickets
 
     def _all_gather(self, layout: BucketLayout, buffer: torch.Tensor) -> list[Ticket]:
@@ -113,20 +113,17 @@ class Publisher:
         start, length = layout.sections[self._owner]
         shard = buffer[start : start + length].clone()
         if layout.inner == 1 or layout.outer == 1:
-            return [self._comm.all_gather(self._group, shard, buffer, self._label(layout))]
+            return [self._comm.all_gather(self._group, shard, buffer, layout.label)]
         gathered = torch.empty_like(buffer)
 
         def reorder() -> None:
             for owner, (offset, size) in enumerate(layout.sections):
                 buffer[offset : offset + size].copy_(gathered[owner * length : owner * length + size])
 
-        ticket = self._comm.all_gather(self._group, shard, gathered, self._label(layout))
+        ticket = self._comm.all_gather(self._group, shard, gathered, layout.label)
         return [ticket.wait_then(reorder)]
 
     def _working_type(self, layout: BucketLayout) -> tuple[torch.dtype, torch.device]:
         slot = layout.slots[0]
         view = self._units[slot.piece.unit].piece_view(slot.piece)
         return view.dtype, view.device
-
-    def _label(self, layout: BucketLayout) -> str:
-        return f"bucket {layout.index}"

@@ -81,16 +81,13 @@ class ReduceRoute:
     def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
         return resting.to(self._wire if self._wire is not None else bucket.param_dtype)
 
-    def _label(self, bucket: BucketGradients) -> str:
-        return f"bucket {bucket.layout.index}"
-
 
 class AllReduceRoute(ReduceRoute):
     """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
 
     def partial(self, bucket: BucketGradients) -> Route:
         staged = self._sent(bucket, bucket.take_staged())
-        yield self._comm.all_reduce(self._mesh.inner, staged, self._label(bucket))
+        yield self._comm.all_reduce(self._mesh.inner, staged, bucket.layout.label)
         start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
         bucket.keep(staged[start : start + length].clone())
 
@@ -102,7 +99,7 @@ class AllReduceRoute(ReduceRoute):
             staged[start : start + length].add_(kept)
         staged = self._sent(bucket, staged)
         if self._mesh.data.size > 1:
-            yield self._comm.all_reduce(self._mesh.data, staged, self._label(bucket))
+            yield self._comm.all_reduce(self._mesh.data, staged, bucket.layout.label)
         start, length = bucket.own_range
         whole = length == staged.numel()
         bucket.own(staged if whole else staged[start : start + length].clone())
@@ -119,7 +116,7 @@ class TwoLevelRoute(ReduceRoute):
         sent = self._sent(bucket, bucket.take_staged())
         splits = bucket.layout.inner_splits
         mine = sent.new_empty(splits[self._mesh.inner.index])
-        yield self._comm.reduce_scatter(self._mesh.inner, sent, mine, splits, self._label(bucket))
+        yield self._comm.reduce_scatter(self._mesh.inner, sent, mine, splits, bucket.layout.label)
         bucket.keep(mine)
 
     def final(self, bucket: BucketGradients) -> Route:
@@ -134,10 +131,10 @@ class TwoLevelRoute(ReduceRoute):
         if self._mesh.outer.size > 1 and section.numel():
             splits = bucket.layout.outer_splits(self._mesh.coordinates.inner)
             mine = section.new_empty(splits[self._mesh.outer.index])
-            yield self._comm.reduce_scatter(self._mesh.outer, section, mine, splits, self._label(bucket))
+            yield self._comm.reduce_scatter(self._mesh.outer, section, mine, splits, bucket.layout.label)
             section = mine
         if self._mesh.replicate.size > 1 and section.numel():
-            yield self._comm.all_reduce(self._mesh.replicate, section, self._label(bucket))
+            yield self._comm.all_reduce(self._mesh.replicate, section, bucket.layout.label)
         bucket.own(section)
 
 
@@ -145,10 +142,6 @@ ROUTES: Mapping[ReduceMode, type[ReduceRoute]] = {
     ReduceMode.ALL_REDUCE: AllReduceRoute,
     ReduceMode.TWO_LEVEL: TwoLevelRoute,
 }
-
-
-def _to_wire(flat: torch.Tensor, wire: torch.dtype | None) -> torch.Tensor:
-    return flat if wire is None else flat.to(wire)
 
 
 class UnitGradients:
@@ -199,7 +192,6 @@ class GradientReducer:
     is unused on some of them.
 
     Args:
-        slots_of: unit index -> its (bucket index, slot) pairs on this rank.
         agreement: told which parameters have gradients and which units are reduced.
         prescale: factor on every gradient before it is added to anything (gradient_predivide_factor).
         eager_units, eager_buckets: False issues reductions only after backward, and waits for each.
@@ -220,7 +212,6 @@ class GradientReducer:
     ) -> None:
         self._agreement = agreement
         self._prescale = prescale
-        self._units = {unit.index: unit for unit in units}
         self._buckets = buckets
         self._comm = comm
         self._mesh = mesh
@@ -320,7 +311,9 @@ class GradientReducer:
 
     def _unit_route(self, flat: UnitGradients) -> Route:
         unit, group = flat.unit, self._mesh.param_reduce
-        sent = _to_wire(flat.take(), self._wire)
+        # Unless told otherwise gradients travel in the parameter's dtype, which is what they arrived in.
+        taken = flat.take()
+        sent = taken.to(self._wire or taken.dtype)
         mine = sent.new_empty(unit.layout.shard_numel)
         splits = [unit.layout.shard_numel] * group.size
         self._agreement.issued(f"the reduction of {unit.name}")
