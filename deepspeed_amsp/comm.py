@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from deepspeed_amsp.mesh import Group, Purpose
 # torch 2.13 renamed the tensor collectives and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+RUNNING_LOG = 100_000
+"""Entries that are kept between two steps, so that an evaluation without end does not fill the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,12 @@ class Communicator:
         self.observer: Callable[[LogEntry, float], None] | None = None
         """Told of every collective and its milliseconds; with one, each is waited for at once, as in DeepSpeed."""
         self._seq = 0
-        self._running: list[LogEntry] = []
+        self._running: deque[LogEntry] = deque(maxlen=RUNNING_LOG)
         self.last_step: tuple[LogEntry, ...] = ()
 
     @property
     def running(self) -> tuple[LogEntry, ...]:
-        """Entries since the last `mark_step`."""
+        """Entries since the last `mark_step`, the newest `RUNNING_LOG` of them."""
         return tuple(self._running)
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ what the planner prices (DeepSpeed's 1e5 for persistence would keep whole small 
 | load_from_fp32_weights | honoured: false makes masters from the loaded 16-bit weights |
 | gather_16bit_weights_on_model_save | honoured by DeepSpeed's own save_16bit_model, which asks our gathering |
 | leaf_module | honoured: DeepSpeed marks the modules before units are found; a marked one is one unit |
-| enable_sanity_checks | honoured: all ranks must have used the units in the same order |
+| enable_sanity_checks | always on: ranks must have used the units in the same order, compared in every step |
 | log_trace_cache_warnings | honoured: every change of the order of units is logged, not only the first |
 | sub_group_size | no effect: the tile of DeepSpeed's update; ours goes bucket by bucket, element for element the same |
 | contiguous_gradients | no effect: gradients always lie in a contiguous bucket; false changes no number in DeepSpeed either |
@@ -56,8 +56,6 @@ class ZeroSettings:
         model_persistence_numel: upper limit of all that stays gathered.
         compute_grad_norm: whether the norm is wanted; without clipping and norm a step needs no reduction of it.
         load_from_fp32_weights: whether a load takes the masters of the checkpoint, or makes them from its weights.
-        gather_16bit_on_save: whether save_16bit_model may gather.
-        sanity_checks: compare the order of units across ranks.
         log_order_changes: log every change of the order of units.
     """
 
@@ -72,8 +70,6 @@ class ZeroSettings:
     model_persistence_numel: int
     compute_grad_norm: bool
     load_from_fp32_weights: bool
-    gather_16bit_on_save: bool
-    sanity_checks: bool
     log_order_changes: bool
 
     @property
@@ -134,8 +130,6 @@ def read_zero_settings(ds_config: Mapping[str, Any], zero_config: Any) -> ZeroSe
         model_persistence_numel=int(zero_config.model_persistence_threshold),
         compute_grad_norm=bool(getattr(zero_config, "compute_grad_norm", True)),  # newer than 0.19.5
         load_from_fp32_weights=bool(zero_config.load_from_fp32_weights),
-        gather_16bit_on_save=bool(zero_config.gather_16bit_weights_on_model_save),
-        sanity_checks=bool(zero_config.enable_sanity_checks),
         log_order_changes=bool(zero_config.log_trace_cache_warnings),
     )
 

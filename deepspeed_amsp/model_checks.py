@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -59,3 +59,49 @@ def refuse_config(ds_config: Mapping[str, Any], read_for: int) -> None:
     if read_for != ranks:
         reason = f"the config was read for {read_for} GPUs, but there are {ranks}"
         raise refusal("train_batch_size", f"{reason}; call deepspeed.init_distributed() before reading it")
+
+
+class ModelChanged(RuntimeError):
+    """The model got or lost parameters after its engine was made, which knows nothing of that."""
+
+
+class ModuleTree:
+    """The modules and parameters that an engine was made over.
+
+    A module that is put in place of another one after ``initialize`` would be computed with and never trained,
+    since neither its hooks nor its masters exist; and the optimizer would go on holding the old one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = dict(self._parameters())
+        self._record()
+
+    def check(self) -> None:
+        """Raises ModelChanged, with the names, when parameters came or went. Cheap while nothing changed."""
+        if all(_members(module) == members for module, members in self._seen):
+            return
+        now = dict(self._parameters())
+        came = sorted(name for param, name in now.items() if param not in self._names)
+        went = sorted(name for param, name in self._names.items() if param not in now)
+        if came or went:
+            changes = [f"{', '.join(names)} {what}" for names, what in ((came, "came"), (went, "went")) if names]
+            raise ModelChanged(
+                f"the model was changed after the engine had been made: {'; '.join(changes)}. What came would not be "
+                f"trained. Change the model before deepspeed.initialize, or call engine.destroy() and initialize anew"
+            )
+        self._record()
+
+    def _record(self) -> None:
+        self._seen = [(module, _members(module)) for module in self._model.modules()]
+
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, str]]:
+        for prefix, module in self._model.named_modules():
+            for name, param in dict.items(module._parameters):
+                if param is not None:
+                    yield param, f"{prefix}.{name}" if prefix else name
+
+
+def _members(module: nn.Module) -> list[int]:
+    """What hangs at a module, by identity; past the watchers, since nothing is read."""
+    return [*map(id, module._modules.values()), *map(id, dict.values(module._parameters))]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import count_used_parameters_in_backward
-from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp.comm import Communicator
@@ -28,6 +27,7 @@ from deepspeed_amsp.schedule.hooks import Hooks
 from deepspeed_amsp.schedule.publish import Publisher
 from deepspeed_amsp.schedule.reduce import GradientReducer
 from deepspeed_amsp.settings import OptimizerSettings
+from deepspeed_amsp.skips import SkipReport
 from deepspeed_amsp.state_access import StateAccess
 from deepspeed_amsp.update import OwnerUpdate
 from deepspeed_amsp.verify import verify_replicas
@@ -93,7 +93,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         ]
         self.publisher = Publisher(self.layouts, self._by_index, comm, mesh.publish, plan.publish, owner)
         self._agreement = Agreement(
-            list(self._trainable.values()), comm, mesh.world_scalars, engine.device, mesh.sizes.param > 1
+            list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device
         )
         self._gatherer = self._make_gatherer()
         self._reducer = GradientReducer(
@@ -118,7 +118,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self._steps = 0
         self.publish_later = plan.overlap.publish
         """False waits for publishes in the step: compiled code reads parameters unseen."""
-        self.skipped = 0
+        self._skips = SkipReport(mesh.rank)
         self._expose_what_deepspeed_reads(loss_scaler)
         self.access = StateAccess(self, mesh, comm)
 
@@ -286,20 +286,10 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
                 self._gatherer.values_change()
             skipped = set() if settings.zero_fill_unused else self._agreement.unused(agreed, self._owned_names)
             self._update.apply(factor, skipped, wait=not self.publish_later)
-        self._report_overflow()
-        self.loss_scaler.update_scale(self.overflow)
+        self._skips.report(self.overflow, self.loss_scale)
+        with self._skips.one_line():
+            self.loss_scaler.update_scale(self.overflow)
         return self.overflow
-
-    def _report_overflow(self) -> None:
-        """One line on rank 0 for a skipped step: the first ten, then every hundredth (DeepSpeed issue 8415)."""
-        if not self.overflow:
-            return
-        self.skipped += 1
-        if self._mesh.rank == 0 and (self.skipped <= 10 or self.skipped % 100 == 0):
-            logger.warning(
-                f"amsp: a gradient is not finite, so this step is skipped on all ranks ({self.skipped} so far, "
-                f"loss scale {self.loss_scale:g})"
-            )
 
     @property
     def to_mean(self) -> float:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
+
+REMEMBERED = 20_000
+"""Actions that a message can look back on: evaluation and generation between two steps may make any number."""
+
+_UNSAID = -(2**62)
+"""What a rank says about other groups' orders; every rank's own hash is larger."""
 
 
 class DivergenceError(RuntimeError):
@@ -19,25 +26,28 @@ class Agreement:
     """One small AllReduce a step over all ranks, issued before the gradients are waited for.
 
     It carries, per trainable parameter, whether any rank had a gradient for it in this window, and (s_p > 1)
-    a hash of the order in which units were gathered and reduced, as (h, -h), whose maxima only cancel where
-    all ranks have the same. A gather that meets another unit of the same size would else mix their values in
-    silence.
+    per ``param`` group a hash of the order in which units were gathered and reduced, as (h, -h), whose maxima
+    only cancel where all ranks of the group have the same. A gather that meets another unit of the same size
+    would else mix their values in silence. Groups may differ from each other: they share no such collective.
 
     Args:
         names: all trainable parameters, in the same order on every rank.
-        compare_order: whether there is an order to compare (s_p > 1).
+        groups: the ``param`` axis; the ranks of one group are neighbours in ``world``. Size 1 has no order.
     """
 
     def __init__(
-        self, names: Sequence[str], comm: Communicator, world: Group, device: torch.device, compare_order: bool
+        self, names: Sequence[str], comm: Communicator, world: Group, groups: Group, device: torch.device
     ) -> None:
         self._index = {name: index for index, name in enumerate(names)}
         self._comm = comm
         self._world = world
         self._device = device
-        self._compare_order = compare_order
+        self._size = groups.size
+        self._groups = world.size // groups.size if groups.size > 1 else 0
+        self._mine = world.index // groups.size
         self._used: set[str] = set()
-        self._order: list[str] = []
+        self._order: deque[str] = deque(maxlen=REMEMBERED)
+        self._issued = 0
         self._hash = 0
 
     def used(self, name: str) -> None:
@@ -46,8 +56,9 @@ class Agreement:
 
     def issued(self, action: str) -> None:
         """A collective over the ``param`` axis was issued for a unit."""
-        if self._compare_order:
+        if self._groups:
             self._order.append(action)
+            self._issued += 1
             self._hash = zlib.crc32(action.encode(), self._hash)
 
     def ask(self) -> tuple[torch.Tensor, Ticket | None]:
@@ -55,9 +66,12 @@ class Agreement:
         flags = [0] * len(self._index)
         for name in self._used:
             flags[self._index[name]] = 1
-        vector = torch.tensor([*flags, self._hash, -self._hash], dtype=torch.int64, device=self._device)
+        hashes = [_UNSAID, _UNSAID] * self._groups
+        if hashes:
+            hashes[2 * self._mine : 2 * self._mine + 2] = [self._hash, -self._hash]
+        vector = torch.tensor([*flags, *hashes], dtype=torch.int64, device=self._device)
         ticket = None
-        if self._world.size > 1:
+        if self._world.size > 1 and vector.numel():
             ticket = self._comm.all_reduce(self._world, vector, "agreement", largest=True)
         return vector, ticket
 
@@ -67,13 +81,17 @@ class Agreement:
         Raises:
             DivergenceError: on every rank, with the first action that differs and the ranks.
         """
-        if not self._compare_order:
+        if not self._groups:
             return
-        high, low = vector[-2:].tolist()
-        if high == -low:
+        hashes = vector[len(self._index) :].tolist()
+        wrong = [group for group in range(self._groups) if hashes[2 * group] != -hashes[2 * group + 1]]
+        if not wrong:
             return
-        orders = self._comm.all_gather_objects(self._world, self._order)
-        raise DivergenceError(_first_difference(orders, self._world.ranks))
+        orders = self._comm.all_gather_objects(self._world, (self._issued, list(self._order)))
+        members = range(wrong[0] * self._size, (wrong[0] + 1) * self._size)
+        raise DivergenceError(
+            _first_difference([orders[index] for index in members], [self._world.ranks[index] for index in members])
+        )
 
     def unused(self, vector: torch.Tensor, owned: Sequence[str]) -> set[str]:
         """Of the parameters ``owned`` here, those without a gradient on any rank.
@@ -89,13 +107,17 @@ class Agreement:
     def start_window(self) -> None:
         self._used.clear()
         self._order.clear()
+        self._issued = 0
         self._hash = 0
 
 
-def _first_difference(orders: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    longest = max(len(order) for order in orders)
-    for position in range(longest):
-        actions = [order[position] if position < len(order) else "nothing more" for order in orders]
+def _first_difference(orders: Sequence[tuple[int, Sequence[str]]], ranks: Sequence[int]) -> str:
+    """The message; an order is (how many actions, the last of them)."""
+    first = max(count - len(kept) for count, kept in orders)
+    for position in range(first, max(count for count, _ in orders)):
+        actions = [
+            kept[position - (count - len(kept))] if position < count else "nothing more" for count, kept in orders
+        ]
         if len(set(actions)) > 1:
             seen = "; ".join(
                 f"{action} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
@@ -108,4 +130,4 @@ def _first_difference(orders: Sequence[Sequence[str]], ranks: Sequence[int]) -> 
                 f"the module that chooses between them as a leaf (deepspeed.utils.set_z3_leaf_modules), or set "
                 f"amsp.sharding.parameters to [1, 1]."
             )
-    return "ranks disagree on the order of their gathers"
+    return f"ranks {list(ranks)} disagree on the order of their gathers, long before the last {REMEMBERED} of them"

@@ -296,6 +296,7 @@ class Hooks:
 
     def _gradient_hook(self, unit: Unit, index: int, on_gradient: OnGradient) -> Callable[[torch.Tensor], None]:
         gatherer = self._gatherer
+        spec = unit.layout.params[index]
 
         def hook(param: torch.Tensor) -> None:
             gradient = param.grad
@@ -303,10 +304,14 @@ class Hooks:
                 return
             param.grad = None
             if gradient.layout is not torch.strided:
-                name = unit.layout.params[index].name
                 raise TypeError(
-                    f"{name} has a sparse gradient, which cannot be reduced in a bucket; build its module with "
+                    f"{spec.name} has a sparse gradient, which cannot be reduced in a bucket; build its module with "
                     f"sparse=False"
+                )
+            if gradient.shape != spec.shape:
+                raise ValueError(
+                    f"{spec.name} had shape {spec.shape} when the engine was made and has {tuple(gradient.shape)} now; "
+                    f"change the model before deepspeed.initialize"
                 )
             complete = on_gradient(unit, index, gradient.detach())
             if complete and gatherer is not None and isinstance(unit, ShardedUnit):

@@ -31,8 +31,6 @@ def test_defaults() -> None:
         model_persistence_numel=sys.maxsize,
         compute_grad_norm=True,
         load_from_fp32_weights=True,
-        gather_16bit_on_save=False,
-        sanity_checks=False,
         log_order_changes=False,
     )
 
@@ -48,7 +46,6 @@ def test_defaults() -> None:
         ("max_live_parameters", "live_numel", 0),
         ("max_live_parameters", "live_numel", 1e9),
         ("max_reuse_distance", "reuse_numel", 3e7),
-        ("gather_16bit_weights_on_model_save", "gather_16bit_on_save", True),
     ],
 )
 def test_both_spellings(prefix: str, key: str, field: str, value: Any) -> None:
@@ -63,9 +60,7 @@ def test_both_spellings(prefix: str, key: str, field: str, value: Any) -> None:
     [
         ("reduce_bucket_size", "reduce_bucket_numel", 5e7),
         ("allgather_bucket_size", "publish_bucket_numel", 2e8),
-        ("stage3_gather_fp16_weights_on_model_save", "gather_16bit_on_save", True),
         ("load_from_fp32_weights", "load_from_fp32_weights", False),
-        ("enable_sanity_checks", "sanity_checks", True),
         ("log_trace_cache_warnings", "log_order_changes", True),
         ("reduce_scatter", "reduce", "all_reduce"),
     ],

@@ -49,8 +49,9 @@ def formula(sharding: Sharding, reduce: str, publish: str, micro_batches: int) -
     else:
         issue("all_gather", "publish", "optim", s_os // s_p, bucket, 1)
     issue("all_reduce", "scalars", "shards", s_os, 2, 1)  # the squared norm, one fp64 value
-    # Which parameters were used, and the order of gathers as (hash, -hash): int64 each.
-    issue("all_reduce", "scalars", "world", s_dp, 2 * (Even.LAYERS + 2), 1)
+    # Which parameters were used, and by param group the order of gathers as (hash, -hash): int64 each.
+    orders = 2 * s_dp // s_p if s_p > 1 else 0
+    issue("all_reduce", "scalars", "world", s_dp, 2 * (Even.LAYERS + orders), 1)
     return log
 
 

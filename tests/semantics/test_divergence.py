@@ -14,8 +14,21 @@ import torch.distributed as dist
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import MIXED, ZERO3, Held, Run, job, loss_of, over, plain_loop
-from tests.support.pool import RankError, WorkerPool
+from tests.semantics.harness import (
+    MICS,
+    MIXED,
+    ZERO3,
+    Held,
+    Run,
+    assert_matches,
+    assert_parity,
+    job,
+    loss_of,
+    over,
+    plain_loop,
+    reference,
+)
+from tests.support.pool import RankError, WorkerPool, pool
 
 TIMEOUT_S = 3
 
@@ -34,14 +47,14 @@ class ByRank(m.Routed):
         return hidden + self.mixture(hidden, branch)
 
 
-def _ends(workers: WorkerPool, run: Run) -> str:
+def _ends(workers: WorkerPool, run: Run, impatient: Callable[[Run], Held] = _impatient) -> str:
     """What all ranks say: every one fails by itself within the groups' timeout, and some seconds for the rest.
 
     gloo aborts a rank that receives a message of another size than it expects; then the others' errors count.
     """
     start = time.monotonic()
     try:
-        results = workers.run(_impatient, run, timeout=40, return_exceptions=True)
+        results = workers.run(impatient, run, timeout=40, return_exceptions=True)
     except RankError as error:
         results = [error]
     assert time.monotonic() - start < 3 * TIMEOUT_S + 5
@@ -102,4 +115,79 @@ def _one_backward_less(trainer: Any) -> None:
 @pytest.mark.parametrize("sharding", [ZERO3], ids=["zero3"])
 def test_a_backward_that_one_rank_leaves_out(sharding: Sharding, fresh_pool: Callable[[int], WorkerPool]) -> None:
     text = _ends(fresh_pool(4), Run(sharding, m.Plain, loop=_one_backward_less))
+    assert "rank" in text
+
+
+def _groups_evaluate_differently(trainer: Any) -> None:
+    """Group g, ranks 2g and 2g + 1, looks at g + 1 batches between the steps."""
+    for step in range(trainer.run.steps):
+        if trainer.engine is not None:
+            with torch.no_grad():
+                for _ in range(1 + dist.get_rank() // 2):
+                    trainer(trainer.rows(9, 0))
+        rows = trainer.rows(step, 0)
+        loss = loss_of(trainer(rows), rows)
+        trainer.losses.append(loss.item())
+        trainer.backward(loss)
+        trainer.step()
+
+
+@over([MICS, MIXED])
+def test_param_groups_may_differ_from_each_other(sharding: Sharding) -> None:
+    """Experts (`harness.batch` chooses by pairs of ranks) and lengths of evaluations differ between groups only."""
+    assert_parity(Run(sharding, m.Routed, loop=_groups_evaluate_differently))
+
+
+def _long_evaluation(trainer: Any) -> None:
+    """Notes the length of the logs during an evaluation that is longer than they may be."""
+    from deepspeed_amsp import comm
+    from deepspeed_amsp.schedule import agreement
+
+    engine = trainer.engine
+    with torch.no_grad():
+        for _ in range(40):
+            trainer(trainer.rows(0, 0))
+    trainer.notes += [len(engine.amsp.comm.running), len(engine.optimizer._agreement._order)]
+    assert trainer.notes == [comm.RUNNING_LOG, agreement.REMEMBERED]
+    plain_loop(trainer)
+
+
+def _short_memory(run: Run) -> Held:
+    with (
+        mock.patch("deepspeed_amsp.comm.RUNNING_LOG", 50),
+        mock.patch("deepspeed_amsp.schedule.agreement.REMEMBERED", 30),
+    ):
+        return job(run)
+
+
+@over([ZERO3])
+def test_logs_do_not_grow_while_nobody_steps(sharding: Sharding) -> None:
+    held = pool(4).run(_short_memory, Run(sharding, m.Plain, loop=_long_evaluation))
+    for mine in held:
+        assert mine.notes == [50, 30]
+    want = reference(Run(sharding, m.Plain))
+    for mine in held:
+        mine.notes.clear()
+    assert_matches(held, want)
+
+
+def _apart_after_a_long_evaluation(trainer: Any) -> None:
+    """More equal actions than are remembered, then a backward that one rank leaves out."""
+    with torch.no_grad():
+        for _ in range(20):
+            trainer(trainer.rows(0, 0))
+    _one_backward_less(trainer)
+
+
+def _impatient_and_forgetful(run: Run) -> Held:
+    with mock.patch("deepspeed_amsp.schedule.agreement.REMEMBERED", 30):
+        return _impatient(run)
+
+
+@over([ZERO3])
+def test_divergence_is_named_after_a_long_evaluation(
+    sharding: Sharding, fresh_pool: Callable[[int], WorkerPool]
+) -> None:
+    run = Run(sharding, m.Plain, loop=_apart_after_a_long_evaluation)
+    text = _ends(fresh_pool(4), run, _impatient_and_forgetful)
     assert "rank" in text

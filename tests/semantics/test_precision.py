@@ -220,7 +220,7 @@ def _poisoned_step(trainer: Any) -> None:
             after = whole_parameters(trainer.engine)
             unmoved = all(same(value, after[name]) for name, value in before.items())
             clean = not any(value.isnan().any() for value in after.values())
-            trainer.notes.append((trainer.engine.skipped_steps, unmoved, clean, bool(said)))
+            trainer.notes.append((trainer.engine.skipped_steps, unmoved, clean, len(said)))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -232,8 +232,8 @@ def test_a_nan_on_one_rank_skips_the_step_and_says_so(sharding: Sharding) -> Non
     held = pool(4).run(job, Run(sharding, m.Plain, loop=_poisoned_step, dtype=torch.bfloat16, extra=extra))
     assert_replicas_equal(held)
     for rank, mine in enumerate(held):
-        log = rank == 0
-        assert mine.notes == [(0, False, True, False), (1, True, True, log), (1, False, True, False)]
+        one_line = int(rank == 0)
+        assert mine.notes == [(0, False, True, 0), (1, True, True, one_line), (1, False, True, 0)]
 
 
 class Weight(nn.Module):
