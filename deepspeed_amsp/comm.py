@@ -6,10 +6,13 @@ A ticket keeps the buffers of its collective alive until somebody has waited for
 
 from __future__ import annotations
 
+import itertools
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +45,14 @@ class LogEntry:
     label: str
 
 
+Log = deque[LogEntry]
+
+
+def new_log() -> Log:
+    """An empty log."""
+    return deque(maxlen=RUNNING_LOG)
+
+
 class CollectiveError(RuntimeError):
     """A collective failed or timed out; the message names what it carried and the ranks."""
 
@@ -63,6 +74,10 @@ class Ticket:
         self._finish = finish
         self._entry = entry
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once. A collective that failed is done, too; `wait` says so."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         try:
             for work in self._works:
@@ -80,12 +95,6 @@ class Ticket:
             finish()
         self._keep.clear()
 
-    def wait_then(self, finish: Callable[[], None]) -> Ticket:
-        """Run ``finish`` once, when the first `wait` is over; it must only use this collective's buffers."""
-        assert self._finish is None, "a ticket has one continuation"
-        self._finish = finish
-        return self
-
 
 def host_names() -> list[str]:
     """The host of every rank, in rank order, over the default group; before there is a mesh. Blocks."""
@@ -100,30 +109,49 @@ class Communicator:
     def __init__(self) -> None:
         self.observer: Callable[[LogEntry, float], None] | None = None
         """Told of every collective and its milliseconds; with one, each is waited for at once, as in DeepSpeed."""
-        self._seq = 0
-        self._running: deque[LogEntry] = deque(maxlen=RUNNING_LOG)
-        self.last_step: tuple[LogEntry, ...] = ()
+        self._seq = itertools.count()
+        self._running = new_log()
+        self._last = new_log()
+        self._thread = threading.local()
 
     @property
     def running(self) -> tuple[LogEntry, ...]:
         """Entries since the last `mark_step`, the newest `RUNNING_LOG` of them."""
         return tuple(self._running)
 
+    @property
+    def last_step(self) -> tuple[LogEntry, ...]:
+        """Entries of the last whole step."""
+        return tuple(self._last)
+
+    @property
+    def log(self) -> Log:
+        """Where the calling thread's collectives are entered."""
+        return getattr(self._thread, "log", self._running)
+
+    @contextmanager
+    def logging_to(self, log: Log) -> Iterator[None]:
+        """Enter this thread's collectives in ``log``: they belong to the step that was running when it was `log`."""
+        self._thread.log = log
+        try:
+            yield
+        finally:
+            del self._thread.log
+
     def forget(self) -> None:
         """Empty the log: what set an engine up belongs to no step."""
-        self._running.clear()
+        self._running = new_log()
 
     def mark_step(self) -> None:
         """Close the running log: a step ends when its updates have been issued for publishing."""
-        self.last_step = tuple(self._running)
-        self._running.clear()
+        self._last, self._running = self._running, new_log()
 
     def all_gather(self, group: Group, shard: torch.Tensor, full: torch.Tensor, label: str) -> Ticket:
         """``full`` [size * n] becomes the concatenation of every rank's ``shard`` [n], by group index."""
-        self._log("all_gather", group, full, label)
+        entry = self._log("all_gather", group, full, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             work = _all_gather_single(full, shard, group=group.handle, async_op=True)
-        return self._ticket([work], [full, shard])
+        return self._ticket(entry, [work], [full, shard])
 
     def reduce_scatter(
         self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int], label: str
@@ -134,29 +162,29 @@ class Communicator:
         all-to-all and are summed here in fp32 and in rank order. Unequal splits have no single NCCL call
         and become one Reduce per section.
         """
-        self._log("reduce_scatter", group, sections, label)
+        entry = self._log("reduce_scatter", group, sections, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             if sections.device.type == "cpu":
-                return self._exchange_and_sum(group, sections, mine, splits)
+                return self._exchange_and_sum(entry, group, sections, mine, splits)
             if len(set(splits)) == 1:
                 work = _reduce_scatter_single(mine, sections, group=group.handle, async_op=True)
-                return self._ticket([work], [sections, mine])
-            return self._reduce_each(group, sections, mine, splits)
+                return self._ticket(entry, [work], [sections, mine])
+            return self._reduce_each(entry, group, sections, mine, splits)
 
     def all_reduce(self, group: Group, buffer: torch.Tensor, label: str, largest: bool = False) -> Ticket:
         """``buffer`` becomes its sum (``largest``: its maximum) over the group, in place."""
-        self._log("all_reduce", group, buffer, label)
+        entry = self._log("all_reduce", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(buffer, operation, group=group.handle, async_op=True)
-        return self._ticket([work], [buffer])
+        return self._ticket(entry, [work], [buffer])
 
     def broadcast(self, group: Group, buffer: torch.Tensor, source: int, label: str) -> Ticket:
         """``buffer`` becomes that of the rank with group index ``source``, in place."""
-        self._log("broadcast", group, buffer, label)
+        entry = self._log("broadcast", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
-        return self._ticket([work], [buffer])
+        return self._ticket(entry, [work], [buffer])
 
     def all_gather_objects(self, group: Group, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, by group index. Blocks; for set-up and reports only."""
@@ -167,7 +195,7 @@ class Communicator:
         return values
 
     def _exchange_and_sum(
-        self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
+        self, entry: LogEntry, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
     ) -> Ticket:
         size, own = group.size, splits[group.index]
         received = sections.new_empty(size * own)
@@ -177,9 +205,11 @@ class Communicator:
             wide = torch.promote_types(received.dtype, torch.float32)
             mine.copy_(received.view(size, own).sum(dim=0, dtype=wide))
 
-        return self._ticket([work], [sections, mine], total)
+        return self._ticket(entry, [work], [sections, mine], total)
 
-    def _reduce_each(self, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]) -> Ticket:
+    def _reduce_each(
+        self, entry: LogEntry, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
+    ) -> Ticket:
         parts = list(sections.split(list(splits)))
         works = [
             dist.reduce(part, rank, group=group.handle, async_op=True)
@@ -190,17 +220,20 @@ class Communicator:
         def pick() -> None:
             mine.copy_(parts[group.index])
 
-        return self._ticket(works, [sections, mine], pick)
+        return self._ticket(entry, works, [sections, mine], pick)
 
-    def _ticket(self, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None = None) -> Ticket:
-        ticket = Ticket(works, keep, finish, self._running[-1])
+    def _ticket(
+        self, entry: LogEntry, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None = None
+    ) -> Ticket:
+        ticket = Ticket(works, keep, finish, entry)
         if self.observer is not None:
             start = time.perf_counter()
             ticket.wait()
-            self.observer(self._running[-1], 1e3 * (time.perf_counter() - start))
+            self.observer(entry, 1e3 * (time.perf_counter() - start))
         return ticket
 
-    def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> None:
+    def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> LogEntry:
         size = message.numel() * message.element_size()
-        self._running.append(LogEntry(self._seq, op, group.purpose, group.axis, group.ranks, size, label))
-        self._seq += 1
+        entry = LogEntry(next(self._seq), op, group.purpose, group.axis, group.ranks, size, label)
+        self.log.append(entry)
+        return entry

@@ -1,8 +1,9 @@
 """The three-axis rank mesh and its process groups. The only file that creates process groups.
 
 Ranks form the grid ``(replicate, optim, param)`` with ``param`` varying fastest; the ``optim`` axis splits
-at s_g into ``(outer, inner)``. Every axis exists once per purpose, so that a gather never queues behind a
-reduction in the same communicator; ``merge_communicators`` shares them between purposes.
+at s_g into ``(outer, inner)``, and each of them at the node into a cross-node and an in-node part. Every axis
+exists once per purpose, so that a gather never queues behind a reduction in the same communicator;
+``merge_communicators`` shares them between purposes.
 """
 
 from __future__ import annotations
@@ -33,15 +34,6 @@ class Purpose(str, Enum):
     SCALARS = "scalars"
 
 
-class Coordinates(NamedTuple):
-    """Where a rank sits in the grid."""
-
-    replicate: int
-    outer: int
-    inner: int
-    param: int
-
-
 @dataclass(frozen=True)
 class Group:
     """The ranks along one axis through this rank. ``handle`` is None when the rank is alone on it."""
@@ -57,53 +49,90 @@ class Group:
         return len(self.ranks)
 
 
-class AxisSizes(NamedTuple):
-    """Lengths of the grid's axes; their product is the world size."""
+class Grid(NamedTuple):
+    """One number for every axis of the grid, the last varying fastest: their lengths, or a rank's coordinates.
 
-    replicate: int
-    outer: int
-    inner: int
+    The three axes ``replicate``, ``optim`` = (``outer``, ``inner``) and ``param`` are each taken apart into a part
+    across nodes and one inside a node. Factors that nest node by node (Eq. 5-7) make the order of ranks the grid's.
+    """
+
+    replicate_cross: int
+    replicate_node: int
+    outer_cross: int
+    outer_node: int
+    inner_cross: int
+    inner_node: int
     param: int
 
     @classmethod
-    def of(cls, sharding: Sharding) -> AxisSizes:
-        return cls(sharding.replicate, sharding.optim_outer, sharding.optim_inner, sharding.param)
+    def sizes(cls, sharding: Sharding) -> Grid:
+        p, g, os, dp = (sharding.parameters, sharding.gradients, sharding.optimizer_states, sharding.data_parallel)
+        outer, inner = (os.s1 // g.s1, os.s0 // g.s0), (g.s1 // p.s1, g.s0 // p.s0)
+        return cls(dp.s1 // os.s1, dp.s0 // os.s0, *outer, *inner, p.size)
 
-    def coordinates(self, rank: int) -> Coordinates:
-        rest, param = divmod(rank, self.param)
-        rest, inner = divmod(rest, self.inner)
-        replicate, outer = divmod(rest, self.outer)
-        return Coordinates(replicate, outer, inner, param)
+    def coordinates(self, rank: int) -> Grid:
+        """Where ``rank`` is in a grid of these sizes."""
+        digits = []
+        for size in reversed(self):
+            rank, digit = divmod(rank, size)
+            digits.append(digit)
+        return Grid(*reversed(digits))
 
-    def rank(self, at: Coordinates) -> int:
-        return ((at.replicate * self.outer + at.outer) * self.inner + at.inner) * self.param + at.param
+    def rank(self, at: Grid) -> int:
+        """The rank at ``at`` in a grid of these sizes."""
+        number = 0
+        for size, digit in zip(self, at, strict=True):
+            number = number * size + digit
+        return number
 
-    def partition(self, free: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only in the ``free`` coordinates, each in grid order."""
-        fixed = [name for name in self._fields if name not in free]
+    def partition(self, axis: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only in the coordinates of ``axis``, of which the last varies fastest."""
+        fixed = [name for name in self._fields if name not in axis]
         groups = []
         for values in product(*(range(getattr(self, name)) for name in fixed)):
-            at = dict(zip(fixed, values, strict=True))
-            members = []
-            for free_values in product(*(range(getattr(self, name)) for name in self._fields if name in free)):
-                names = [name for name in self._fields if name in free]
-                members.append(self.rank(Coordinates(**at, **dict(zip(names, free_values, strict=True)))))
-            groups.append(tuple(members))
+            base = Grid(*[0] * len(self))._replace(**dict(zip(fixed, values, strict=True)))
+            free = product(*(range(getattr(self, name)) for name in axis))
+            groups.append(tuple(self.rank(base._replace(**dict(zip(axis, at, strict=True)))) for at in free))
         return groups
 
 
+_INNER, _OUTER, _REPLICATE = (
+    ("inner_cross", "inner_node"),
+    ("outer_cross", "outer_node"),
+    ("replicate_cross", "replicate_node"),
+)
 AXES: dict[str, tuple[str, ...]] = {
     "param": ("param",),
-    "inner": ("inner",),
-    "outer": ("outer",),
-    "optim": ("outer", "inner"),
-    "replicate": ("replicate",),
-    "data": ("replicate", "outer", "inner"),
-    "shards": ("outer", "inner", "param"),
-    "world": ("replicate", "outer", "inner", "param"),
+    "inner": _INNER,
+    "outer": _OUTER,
+    "replicate": _REPLICATE,
+    "data": (*_REPLICATE, *_OUTER, *_INNER),
+    "shards": (*_OUTER, *_INNER, "param"),
+    "world": Grid._fields,
+    # By owner number, which counts stage by stage (see `partition.layout.OwnerGrid`).
+    "optim": (*_INNER, *_OUTER),
+    "optim_staged": (*reversed(_INNER), *reversed(_OUTER)),
+    "optim_cross": ("inner_cross", "outer_cross"),
+    "optim_node": ("inner_node", "outer_node"),
+    "data_cross": ("replicate_cross", "outer_cross", "inner_cross"),
+    "data_node": ("replicate_node", "outer_node", "inner_node"),
+    **{name: (name,) for name in Grid._fields if name != "param"},
 }
-"""Axis name -> the coordinates that vary on it. ``data`` is optim x replicate (the all_reduce route);
-``shards`` holds one whole copy of the optimizer states."""
+"""Axis name -> the coordinates that vary on it, in the order of the group's ranks. ``data`` is optim x replicate
+(the all_reduce route); ``shards`` holds one whole copy of the optimizer states."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An axis over which a collective may go in one stage (``flat``) or, across nodes, in two."""
+
+    flat: Group
+    node: Group | None = None
+    cross: Group | None = None
+
+    @property
+    def size(self) -> int:
+        return self.flat.size
 
 
 class Mesh:
@@ -113,28 +142,45 @@ class Mesh:
     the default group's timeout. Must be built after ``torch.distributed`` is initialised.
     """
 
-    def __init__(self, sharding: Sharding, merge_communicators: bool = False) -> None:
+    def __init__(self, sharding: Sharding, merge_communicators: bool = False, hierarchical: bool = False) -> None:
         self.sharding = sharding
-        self.sizes = AxisSizes.of(sharding)
+        self.sizes = Grid.sizes(sharding)
         self.rank = dist.get_rank()
         self.coordinates = self.sizes.coordinates(self.rank)
-        self._merge = merge_communicators
+        self.hierarchical = hierarchical
+        self.merged = merge_communicators
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self.world = self._group(Purpose.SETUP, "world")
         self.gather = self._group(Purpose.GATHER, "param")
         self.param_reduce = self._group(Purpose.PARAM_REDUCE, "param")
-        self.inner = self._group(Purpose.GRAD_REDUCE, "inner")
-        self.outer = self._group(Purpose.GRAD_REDUCE, "outer")
-        self.replicate = self._group(Purpose.GRAD_REDUCE, "replicate")
-        self.data = self._group(Purpose.GRAD_REDUCE, "data")
-        self.publish = self._group(Purpose.PUBLISH, "optim")
+        self.inner_stages = self._stages("inner")
+        """Over which every micro-batch's gradients are reduced, in this order; in node first if hierarchical."""
+        self.outer_stages = self._stages("outer")
+        self.inner = self._span(Purpose.GRAD_REDUCE, "inner")
+        self.replicate = self._span(Purpose.GRAD_REDUCE, "replicate")
+        self.data = self._span(Purpose.GRAD_REDUCE, "data")
+        self.publish = self._span(Purpose.PUBLISH, "optim", by_owner="optim_staged" if hierarchical else "optim")
         self.scalars = self._group(Purpose.SCALARS, "shards")
         self.world_scalars = self._group(Purpose.SCALARS, "world")
 
     @property
-    def owner_index(self) -> int:
-        """This rank's place on the ``optim`` axis, outer * inner_size + inner."""
-        return self.coordinates.outer * self.sizes.inner + self.coordinates.inner
+    def stages(self) -> tuple[Group, ...]:
+        """All stages in which a gradient gets to its owner."""
+        return (*self.inner_stages, *self.outer_stages)
+
+    @property
+    def kept_coordinates(self) -> tuple[int, ...]:
+        """This rank's coordinates in the inner stages: which part of a gradient rests here."""
+        return tuple(group.index for group in self.inner_stages)
+
+    @property
+    def owner(self) -> int:
+        """This rank's number as an owner."""
+        return self.publish.flat.index
+
+    @property
+    def first_replica(self) -> bool:
+        return self.replicate.flat.index == 0
 
     def destroy(self) -> None:
         """Destroy the groups made here. Local; must not run while a collective is in flight."""
@@ -144,17 +190,29 @@ class Mesh:
                     dist.destroy_process_group(handle)
         self._handles.clear()
 
-    def _group(self, purpose: Purpose, axis: str) -> Group:
+    def _stages(self, axis: str) -> tuple[Group, ...]:
+        names = (f"{axis}_node", f"{axis}_cross") if self.hierarchical else (axis,)
+        return tuple(self._group(Purpose.GRAD_REDUCE, name) for name in names)
+
+    def _span(self, purpose: Purpose, axis: str, by_owner: str | None = None) -> Span:
+        flat = self._group(purpose, by_owner or axis, axis)
+        if not self.hierarchical:
+            return Span(flat)
+        node, cross = self._group(purpose, f"{axis}_node"), self._group(purpose, f"{axis}_cross")
+        # An axis that lies in a node, or has one rank of every node, has nothing to do in two stages.
+        return Span(flat, node, cross) if node.size > 1 and cross.size > 1 else Span(flat)
+
+    def _group(self, purpose: Purpose, axis: str, name: str | None = None) -> Group:
         mine: tuple[int, ...] = ()
         for ranks in self.sizes.partition(AXES[axis]):
             self._create(purpose, ranks)
             if self.rank in ranks:
                 mine = ranks
         handle = self._handles.get(self._key(purpose, mine))
-        return Group(purpose, axis, mine, mine.index(self.rank), handle)
+        return Group(purpose, name or axis, mine, mine.index(self.rank), handle)
 
     def _key(self, purpose: Purpose, ranks: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        return ("" if self._merge else purpose.value, ranks)
+        return ("" if self.merged else purpose.value, ranks)
 
     def _create(self, purpose: Purpose, ranks: tuple[int, ...]) -> None:
         key = self._key(purpose, ranks)
@@ -168,7 +226,7 @@ class Mesh:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND)
+    return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
 
 
 def _default_timeout() -> timedelta | None:

@@ -20,6 +20,7 @@ from deepspeed_amsp.partition.layout import LayoutError, OwnerGrid
 from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
+from deepspeed_amsp.partition.working import working_buckets
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
 from deepspeed_amsp.schedule.agreement import Agreement
 from deepspeed_amsp.schedule.gather import Gatherer
@@ -78,12 +79,12 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             units,
             set(self._trainable.values()),
             mesh.coordinates.param,
-            OwnerGrid(mesh.sizes.outer, mesh.sizes.inner),
+            OwnerGrid(tuple(group.size for group in mesh.stages), kept=len(mesh.inner_stages)),
             settings.bucket_numel,
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,
         )
-        owner = mesh.owner_index
+        owner = mesh.owner
         self.states = OwnedStates(
             basic, self._named, [make_masters(layout, owner, self._by_index) for layout in self.layouts]
         )
@@ -91,7 +92,8 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             BucketGradients(layout, owner, settings.accumulation_dtype or dtype, dtype, engine.device)
             for layout, dtype in ((layout, self._by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
-        self.publisher = Publisher(self.layouts, self._by_index, comm, mesh.publish, plan.publish, owner)
+        self.working = working_buckets(self.layouts, self._by_index, padded=plan.publish is PublishMode.ALL_GATHER)
+        self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device)
         self._agreement = Agreement(
             list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device
         )
@@ -107,9 +109,10 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             prescale=settings.prescale,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
+            polls=self.device.type == "cpu",
         )
         self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
-        self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.coordinates.inner)
+        self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.kept_coordinates)
         self.gradient_bytes: dict[str, int] = {}
         """Of the first accumulation window, for the memory report: measured once, since measuring waits."""
         self._owned_names = sorted({master.slot.piece.param.name for master in self.states.all_masters()})
@@ -258,38 +261,65 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self.reduce_gradients()
         self._verify_replicas()
         agreed, ticket = self._agreement.ask()
-        self._reducer.drain()
+        early = self._updates_on_arrival and bool(self.gradient_bytes)
+        if not early:
+            self._reducer.drain()
         if ticket is not None:
             ticket.wait()
-        self._agreement.check(agreed)
         if not self.gradient_bytes:
             self.gradient_bytes = self.accounting.owned_gradients()
-        if not self._skip_or_update(agreed):
+        if not self._skip_or_update(agreed, early):
             self._steps += 1
         self._reducer.clear()
         self._agreement.start_window()
         self._comm.mark_step()
 
-    def _skip_or_update(self, agreed: torch.Tensor) -> bool:
+    @property
+    def _updates_on_arrival(self) -> bool:
+        """Whether buckets need not wait for each other: nothing about all gradients decides on any update."""
+        settings = self.settings
+        return settings.clip == 0 and not settings.check_overflow and self.states.stepwise
+
+    def _skip_or_update(self, agreed: torch.Tensor, early: bool) -> bool:
         """Whether the step was skipped because of a gradient that is not finite; all ranks decide alike."""
         settings, scale = self.settings, self.to_mean
         norm = None
-        if settings.compute_norm or settings.check_overflow or settings.clip > 0:
+        if not early and (settings.compute_norm or settings.check_overflow or settings.clip > 0):
             norm = self._update.norm() * scale
-        self.overflow = settings.check_overflow and norm is not None and not math.isfinite(norm.item())
-        self._global_grad_norm = float("inf") if self.overflow else norm if settings.compute_norm else None
+        unused = self._read(agreed, norm)
         if not self.overflow:
             factor = torch.full((), scale, dtype=torch.float64, device=self._engine.device)
             if settings.clip > 0 and norm is not None:
                 factor = factor * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
             if self._gatherer is not None:
                 self._gatherer.values_change()
-            skipped = set() if settings.zero_fill_unused else self._agreement.unused(agreed, self._owned_names)
-            self._update.apply(factor, skipped, wait=not self.publish_later)
+            arrival = self._reducer.finish_bucket if early else None
+            self._update.apply(factor, unused, wait=not self.publish_later, arrival=arrival)
+        if early and settings.compute_norm:
+            norm = self._update.norm() * scale
+        self._global_grad_norm = float("inf") if self.overflow else norm if settings.compute_norm else None
         self._skips.report(self.overflow, self.loss_scale)
         with self._skips.one_line():
             self.loss_scaler.update_scale(self.overflow)
         return self.overflow
+
+    def _read(self, agreed: torch.Tensor, norm: torch.Tensor | None) -> set[str]:
+        """The one host read of a step: sets ``overflow``, compares the ranks, and returns the unused parameters.
+
+        There is something to read if overflow is checked, if parameters are sharded (their order of gathers), or if
+        this rank owns a parameter that it had no gradient for.
+        """
+        check = self.settings.check_overflow and norm is not None
+        skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
+        self.overflow = False
+        if not (check or skips or self._agreement.has_order):
+            return set()
+        first = norm if norm is not None else torch.zeros((), dtype=torch.float64, device=agreed.device)
+        # Counts, flags and 32-bit hashes are exact in fp64, so one transfer carries everything.
+        values = torch.cat([first.view(1), agreed.double()]).tolist()
+        self._agreement.check(values[1:])
+        self.overflow = check and not math.isfinite(values[0])
+        return self._agreement.unused(values[1:], self._owned_names) if skips else set()
 
     @property
     def to_mean(self) -> float:
@@ -404,14 +434,17 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Move the named states to the CPU (between steps, to make room); `reload_states` brings them back."""
         self.wait_for_parameters()
         wanted = {state.value for state in include}
-        move_states(self.units, self.states, self._grads, wanted, torch.device(device.value), pin_memory, non_blocking)
+        self._move(wanted, torch.device(device.value), pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring everything back that `offload_states` moved."""
-        move_states(self.units, self.states, self._grads, set(STATE_KINDS), self.device, False, non_blocking)
+        self._move(set(STATE_KINDS), self.device, False, non_blocking)
+
+    def _move(self, wanted: Collection[str], device: torch.device, pin_memory: bool, non_blocking: bool) -> None:
+        move_states(self.units, self.working, self.states, self._grads, wanted, device, pin_memory, non_blocking)
 
     def destroy(self) -> None:
         """Take hooks, watchers and marks off the model, once it has its last values."""
-        self.publisher.wait_all()
+        self.publisher.close()
         self._hooks.remove()
         self.access.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -54,28 +54,40 @@ class OwnerUpdate:
             self._comm.all_reduce(self._scalars, squares, "gradient norm").wait()
         return squares.sqrt()
 
-    def apply(self, scale: torch.Tensor, unused: Collection[str], wait: bool) -> None:
-        """Scale the gradients, step, and publish.
+    def apply(
+        self, scale: torch.Tensor, unused: Collection[str], wait: bool, arrival: Callable[[int], None] | None = None
+    ) -> None:
+        """Scale the gradients, step, and publish in forward order.
 
         Args:
             scale: 0-dim factor from summed to averaged, unscaled and clipped gradients.
             unused: parameters that had no gradient anywhere; their masters and moments stay as they are.
             wait: wait for the publishes here instead of letting the next reader do it.
+            arrival: waits for the gradients of a bucket, where not all are here yet: buckets are then updated as
+                they arrive, last in forward first, while the others still travel.
         """
-        stepwise = self._states.stepwise
-        if not stepwise:
-            for index in range(len(self._gradients)):
+        buckets = range(len(self._gradients))
+        if not self._states.stepwise:
+            for index in buckets:
                 self._load(index, scale, unused)
             self._states.step_all()
-        for index, masters in enumerate(self._states.masters):
-            if stepwise:
-                self._load(index, scale, unused)
-                self._states.step_bucket(index)
+        if arrival is not None:
+            for index in reversed(buckets):
+                arrival(index)
+                self._step(index, scale, unused)
+        for index in buckets:
+            if arrival is None and self._states.stepwise:
+                self._step(index, scale, unused)
+            masters = self._states.masters[index]
             for master in masters:
                 master.value.grad = None
             self._publisher.publish(index, masters)
         if wait:
             self._publisher.wait_all()
+
+    def _step(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
+        self._load(index, scale, unused)
+        self._states.step_bucket(index)
 
     def gradient_of(self, index: int, master: Master) -> torch.Tensor:
         """The summed gradient of an owned piece, flat, in the accumulation dtype; zeros if no backward ran."""

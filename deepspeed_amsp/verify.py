@@ -37,7 +37,7 @@ def verify_replicas(units: Sequence[Unit], comm: Communicator, mesh: Mesh, devic
     sums = torch.stack([value for _, value in named]) if named else torch.zeros(0, dtype=torch.int64, device=device)
     spread = torch.stack([sums, -sums])
     if mesh.data.size > 1 and sums.numel():
-        comm.all_reduce(mesh.data, spread, "replica checksums", largest=True).wait()
+        comm.all_reduce(mesh.data.flat, spread, "replica checksums", largest=True).wait()
     differs = (spread[0] != -spread[1]).nonzero().flatten().tolist()
     mine = {named[index][0]: int(sums[index]) for index in differs}
     seen = comm.all_gather_objects(mesh.world, mine) if mesh.world.size > 1 else [mine]

@@ -45,7 +45,7 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
-        first_replica = self.amsp.mesh.coordinates.replicate == 0
+        first_replica = self.amsp.mesh.first_replica
         self.save_zero_checkpoint = first_replica
         if self._sharded:
             self.save_non_zero_checkpoint = first_replica

@@ -21,8 +21,8 @@ class Accounting:
     """The rooms of one rank, counted.
 
     Args:
-        owner: this rank's index on the ``optim`` axis.
-        inner: its coordinate on the inner part of that axis.
+        owner: this rank's number on the ``optim`` axis.
+        kept: its coordinates in the stages that every micro-batch goes through.
     """
 
     units: Sequence[Unit]
@@ -30,7 +30,7 @@ class Accounting:
     gradients: Sequence[BucketGradients]
     states: OwnedStates
     owner: int
-    inner: int
+    kept: tuple[int, ...]
 
     def parameters(self) -> Bytes:
         """The working copy at rest: 1/s_p of every unit, rounded up to the alignment."""
@@ -39,7 +39,7 @@ class Accounting:
 
     def resting_gradients(self) -> Bytes:
         """Between micro-batches, 1/s_g; nothing may be in flight."""
-        return self._gradients([layout.kept_range(self.inner)[1] for layout in self.layouts])
+        return self._gradients([layout.held_range(self.kept)[1] for layout in self.layouts])
 
     def owned_gradients(self) -> Bytes:
         """Before the step, 1/s_os; nothing may be in flight."""

@@ -13,12 +13,12 @@ class BucketGradients:
     * ``staged`` [bucket.numel]: this rank's own, unreduced. With s_g = s_p it is where gradients rest
       between micro-batches; with s_g > s_p it lives from the first gradient of a micro-batch until the
       reduction over the inner ``optim`` axis is issued.
-    * ``kept`` [bucket.kept_range]: sums over the inner axis, where gradients rest when s_g > s_p.
+    * ``kept`` [bucket.held_range]: sums over the inner axis, where gradients rest when s_g > s_p.
     * ``owned`` [the owner's section]: sums over all replicas, from the final reduction until the step.
 
     Args:
         layout: geometry of the bucket.
-        owner: this rank's index on the ``optim`` axis.
+        owner: this rank's number on the ``optim`` axis.
         dtype: accumulation dtype.
         param_dtype: dtype of the parameters, which is what travels unless the config says otherwise.
     """

@@ -147,20 +147,40 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class BucketLayout:
-    """Pieces that are reduced and published in one go, ordered by owner section.
+class OwnerGrid:
+    """The ``optim`` axis, taken apart into the stages in which gradients are reduced.
 
-    Sections lie in (inner, outer) order, so that the part that inner coordinate i keeps between
-    micro-batches is contiguous, and inside it the part of every final owner is contiguous too.
+    sizes: lengths of the stages, first reduced first. An owner's number is its coordinates read as digits, the
+        first stage's the most significant, so that what a rank holds after every stage is one run of owners.
+    kept: how many stages every micro-batch goes through (s_g > s_p); the last micro-batch goes through all.
     """
+
+    sizes: tuple[int, ...]
+    kept: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def owners(self, prefix: Sequence[int]) -> range:
+        """Owners whose first coordinates are ``prefix``."""
+        number = 0
+        for size, coordinate in zip(self.sizes, prefix, strict=False):
+            number = number * size + coordinate
+        width = math.prod(self.sizes[len(prefix) :])
+        return range(number * width, (number + 1) * width)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Pieces that are reduced and published in one go, ordered by owner section."""
 
     index: int
     slots: tuple[Slot, ...]
     units: tuple[int, ...]
-    inner: int
-    outer: int
+    grid: OwnerGrid
     sections: tuple[tuple[int, int], ...]
-    """(offset, length) by owner; padding included."""
+    """(offset, length) by owner, one behind the other; padding included."""
 
     @property
     def label(self) -> str:
@@ -199,37 +219,20 @@ class BucketLayout:
             numels[slot.owner] += slot.piece.numel
         return tuple(numels)
 
-    def kept_range(self, inner: int) -> tuple[int, int]:
-        """(offset, length) of what inner coordinate ``inner`` keeps between micro-batches."""
-        owners = [outer * self.inner + inner for outer in range(self.outer)]
+    def held_range(self, prefix: Sequence[int]) -> tuple[int, int]:
+        """(offset, length) of what the ranks with these first coordinates hold after as many stages."""
+        owners = self.grid.owners(prefix)
         return self.sections[owners[0]][0], sum(self.sections[owner][1] for owner in owners)
 
-    @cached_property
-    def inner_splits(self) -> tuple[int, ...]:
-        return tuple(self.kept_range(inner)[1] for inner in range(self.inner))
-
-    def outer_splits(self, inner: int) -> tuple[int, ...]:
-        return tuple(self.sections[outer * self.inner + inner][1] for outer in range(self.outer))
+    def splits(self, prefix: Sequence[int]) -> tuple[int, ...]:
+        """How the stage after ``prefix`` cuts what is held before it: lengths by the next coordinate."""
+        size = self.grid.sizes[len(prefix)]
+        return tuple(self.held_range((*prefix, coordinate))[1] for coordinate in range(size))
 
     @property
     def uniform(self) -> bool:
         """All sections of one length: one ReduceScatter or AllGather serves the whole bucket."""
         return len({length for _, length in self.sections}) == 1
-
-
-@dataclass(frozen=True)
-class OwnerGrid:
-    """The ``optim`` axis as (outer, inner); owner = outer * inner_size + inner."""
-
-    outer: int
-    inner: int
-
-    @property
-    def size(self) -> int:
-        return self.outer * self.inner
-
-    def buffer_order(self) -> list[int]:
-        return [outer * self.inner + inner for inner in range(self.inner) for outer in range(self.outer)]
 
 
 def build_buckets(
@@ -309,15 +312,15 @@ def _place(
     longest = max(used)
     pad = uniform or longest * owners.size <= PADDING_LIMIT * sum(used)
     lengths = [longest] * owners.size if pad else used
-    sections, cursor = [(0, 0)] * owners.size, 0
-    for owner in owners.buffer_order():
-        sections[owner] = (cursor, lengths[owner])
-        cursor += lengths[owner]
+    sections, cursor = [], 0
+    for length in lengths:
+        sections.append((cursor, length))
+        cursor += length
     slots, ends = [], [start for start, _ in sections]
     for piece, owner in zip(pieces, owner_of, strict=True):
         slots.append(Slot(piece, owner, ends[owner]))
         ends[owner] += piece.numel
-    return BucketLayout(index, tuple(slots), units, owners.inner, owners.outer, tuple(sections))
+    return BucketLayout(index, tuple(slots), units, owners, tuple(sections))
 
 
 def renumber(layouts: Sequence[BucketLayout]) -> list[BucketLayout]:

@@ -176,7 +176,6 @@ def with_zero_settings(plan: Plan, zero: ZeroSettings, itemsize: int = 2) -> Pla
 
 
 NOT_BUILT: dict[str, object] = {
-    "hierarchical": False,
     "memory_limit_gb": None,
     "profile": None,
 }

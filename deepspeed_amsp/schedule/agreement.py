@@ -62,7 +62,7 @@ class Agreement:
             self._hash = zlib.crc32(action.encode(), self._hash)
 
     def ask(self) -> tuple[torch.Tensor, Ticket | None]:
-        """Issue the exchange; pass what it returns to `unused` and `check`."""
+        """Issue the exchange; `check` and `unused` take its values, once somebody has read them."""
         flags = [0] * len(self._index)
         for name in self._used:
             flags[self._index[name]] = 1
@@ -75,15 +75,22 @@ class Agreement:
             ticket = self._comm.all_reduce(self._world, vector, "agreement", largest=True)
         return vector, ticket
 
-    def check(self, vector: torch.Tensor) -> None:
-        """Read the hashes on the host: with s_p > 1 one read a step, before anything is updated.
+    @property
+    def has_order(self) -> bool:
+        """Whether there is an order of gathers to compare."""
+        return self._groups > 0
+
+    def must_read(self, owned: Sequence[str]) -> bool:
+        """Whether this rank must know what the others used: it had itself no gradient for something that it owns."""
+        return not self._used.issuperset(owned)
+
+    def check(self, values: Sequence[float]) -> None:
+        """Compare the orders of gathers.
 
         Raises:
             DivergenceError: on every rank, with the first action that differs and the ranks.
         """
-        if not self._groups:
-            return
-        hashes = vector[len(self._index) :].tolist()
+        hashes = values[len(self._index) :]
         wrong = [group for group in range(self._groups) if hashes[2 * group] != -hashes[2 * group + 1]]
         if not wrong:
             return
@@ -93,16 +100,9 @@ class Agreement:
             _first_difference([orders[index] for index in members], [self._world.ranks[index] for index in members])
         )
 
-    def unused(self, vector: torch.Tensor, owned: Sequence[str]) -> set[str]:
-        """Of the parameters ``owned`` here, those without a gradient on any rank.
-
-        Reads the host copy only if this rank itself had no gradient for one of them.
-        """
-        doubtful = [name for name in owned if name not in self._used]
-        if not doubtful:
-            return set()
-        flags = vector.tolist()
-        return {name for name in doubtful if not flags[self._index[name]]}
+    def unused(self, values: Sequence[float], owned: Sequence[str]) -> set[str]:
+        """Of the parameters ``owned`` here, those without a gradient on any rank."""
+        return {name for name in owned if not values[self._index[name]]}
 
     def start_window(self) -> None:
         self._used.clear()

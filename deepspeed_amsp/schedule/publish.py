@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from deepspeed_amsp.comm import Communicator, Ticket
-from deepspeed_amsp.mesh import Group
-from deepspeed_amsp.partition.layout import BucketLayout
+from deepspeed_amsp.mesh import Group, Span
 from deepspeed_amsp.partition.optim_states import Master
-from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.partition.working import WorkingBucket
 from deepspeed_amsp.plan.resolve import PublishMode
-
-Route = Callable[[BucketLayout, torch.Tensor], list[Ticket]]
+from deepspeed_amsp.schedule.chain import Chain, Stages, make_chain
 
 
 class Publisher:
     """Sends each owner's updated section of a bucket over the ``optim`` axis into the working copies.
 
-    The values travel in a buffer of their own and are copied into the working copies on arrival, so that a
-    reader sees the old or the new value of a parameter, never a mixture.
+    All collectives of a bucket are under way without the reader's help when `publish` returns, so a rank may
+    read parameters whatever the others do.
 
     Args:
-        layouts: buckets in forward order.
-        owner: this rank's index on the ``optim`` axis.
+        buckets: in forward order.
+        span: the ``optim`` axis by owner number. In two stages, a value crosses nodes first and once.
     """
 
     def __init__(
         self,
-        layouts: Sequence[BucketLayout],
-        units: Mapping[int, Unit],
+        buckets: Sequence[WorkingBucket],
         comm: Communicator,
-        group: Group,
+        span: Span,
         mode: PublishMode,
-        owner: int,
+        device: torch.device,
     ) -> None:
-        self._layouts = layouts
-        self._units = units
+        self._buckets = buckets
         self._comm = comm
-        self._group = group
-        self._owner = owner
-        self._route: Route = self._broadcast if mode is PublishMode.BROADCAST else self._all_gather
-        self._in_flight: dict[int, tuple[torch.Tensor, list[Ticket]]] = {}
+        self._span = span
+        routes: dict[PublishMode, Callable[[WorkingBucket], Stages]] = {
+            PublishMode.BROADCAST: self._broadcast if span.node is None else self._broadcast_in_stages,
+            PublishMode.ALL_GATHER: self._all_gather if span.node is None else self._all_gather_in_stages,
+        }
+        self._route = routes[mode]
+        self._chain: Chain = make_chain(comm, device, staged=span.node is not None)
+        self._in_flight: set[int] = set()
         self._buckets_of: dict[int, list[int]] = {}
-        for layout in layouts:
-            for unit in layout.units:
-                self._buckets_of.setdefault(unit, []).append(layout.index)
+        for bucket in buckets:
+            for unit in bucket.layout.units:
+                self._buckets_of.setdefault(unit, []).append(bucket.layout.index)
 
     @property
     def pending(self) -> bool:
@@ -57,19 +57,12 @@ class Publisher:
     def publish(self, index: int, masters: Sequence[Master]) -> None:
         """Issue the publishing of bucket ``index`` from its updated ``masters`` (those of this rank)."""
         self._arrive(index)  # a step without a forward in between
-        layout = self._layouts[index]
-        dtype, device = self._working_type(layout)
-        buffer = torch.empty(layout.numel, dtype=dtype, device=device)
-        start, length = layout.sections[self._owner]
-        used = layout.owned_numel(self._owner)
-        # Padding travels too; it must not be whatever the allocator left there.
-        buffer[start + used : start + length].zero_()
-        for master in masters:
-            slot = master.slot
-            buffer[slot.offset : slot.offset + slot.piece.numel].copy_(master.value.data.view(-1))
-        tickets = self._route(layout, buffer) if self._group.size > 1 else []
-        self._in_flight[index] = (buffer, tickets)
-        if not tickets:
+        bucket = self._buckets[index]
+        bucket.fill(masters)
+        self._in_flight.add(index)
+        if self._span.size > 1:
+            self._chain.start(index, self._route(bucket))
+        else:
             self._arrive(index)
 
     def wait_unit(self, unit: int) -> None:
@@ -79,51 +72,56 @@ class Publisher:
                 self._arrive(index)
 
     def wait_all(self) -> None:
-        for index in list(self._in_flight):
+        for index in sorted(self._in_flight):
             self._arrive(index)
+
+    def close(self) -> None:
+        """Nothing will be published any more; everything has its last values."""
+        self.wait_all()
+        self._chain.close()
 
     @torch.no_grad()
     def _arrive(self, index: int) -> None:
-        flight = self._in_flight.pop(index, None)
-        if flight is None:
-            return
-        buffer, tickets = flight
-        for ticket in tickets:
-            ticket.wait()
-        for slot in self._layouts[index].slots:
-            view = self._units[slot.piece.unit].piece_view(slot.piece)
-            view.copy_(buffer[slot.offset : slot.offset + slot.piece.numel])
+        if index in self._in_flight:
+            self._in_flight.discard(index)
+            self._chain.finish(index)
+            self._buckets[index].finish()
 
-    def _broadcast(self, layout: BucketLayout, buffer: torch.Tensor) -> list[Ticket]:
+    def _broadcast(self, bucket: WorkingBucket) -> Stages:
         """One Broadcast per owner that has something, issued together (Section 3.4 of the paper)."""
-        tickets = []
-        for owner, (start, _) in enumerate(layout.sections):
-            used = layout.owned_numel(owner)
-            if used:
-                section = buffer[start : start + used]
-                tickets.append(self._comm.broadcast(self._group, section, owner, layout.label))
-        return tickets
+        yield self._send(self._span.flat, bucket, [range(o, o + 1) for o in range(self._span.size)])
 
-    def _all_gather(self, layout: BucketLayout, buffer: torch.Tensor) -> list[Ticket]:
-        """One AllGather of the owners' sections, padded to one length.
+    def _broadcast_in_stages(self, bucket: WorkingBucket) -> Stages:
+        """Owners send to the ranks at their place in the other nodes; everybody passes on what came to it."""
+        node, cross = self._span.node, self._span.cross
+        assert node is not None and cross is not None
+        own = node.index * cross.size
+        yield self._send(cross, bucket, [range(own + c, own + c + 1) for c in range(cross.size)])
+        yield self._send(node, bucket, [range(n * cross.size, (n + 1) * cross.size) for n in range(node.size)])
 
-        Sections lie in (inner, outer) order in the bucket but in (outer, inner) order on the axis, so the
-        gathered buffer is brought into bucket order when it arrives.
-        """
-        start, length = layout.sections[self._owner]
-        shard = buffer[start : start + length].clone()
-        if layout.inner == 1 or layout.outer == 1:
-            return [self._comm.all_gather(self._group, shard, buffer, layout.label)]
-        gathered = torch.empty_like(buffer)
+    def _send(self, group: Group, bucket: WorkingBucket, owners: Sequence[range]) -> list[Ticket]:
+        """Broadcast from every member of ``group`` what belongs to its ``owners``."""
+        return [
+            self._comm.broadcast(group, part, source, bucket.layout.label)
+            for source, theirs in enumerate(owners)
+            for part in bucket.parts(theirs)
+        ]
 
-        def reorder() -> None:
-            for owner, (offset, size) in enumerate(layout.sections):
-                buffer[offset : offset + size].copy_(gathered[owner * length : owner * length + size])
+    def _all_gather(self, bucket: WorkingBucket) -> Stages:
+        """One AllGather of the owners' sections, padded to one length, in place."""
+        flat, whole = self._span.flat, bucket.whole()
+        yield [self._comm.all_gather(flat, _nth(whole, flat), whole, bucket.layout.label)]
 
-        ticket = self._comm.all_gather(self._group, shard, gathered, layout.label)
-        return [ticket.wait_then(reorder)]
+    def _all_gather_in_stages(self, bucket: WorkingBucket) -> Stages:
+        node, cross = self._span.node, self._span.cross
+        assert node is not None and cross is not None
+        whole = bucket.whole()
+        theirs = _nth(whole, node)
+        yield [self._comm.all_gather(cross, _nth(theirs, cross), theirs, bucket.layout.label)]
+        yield [self._comm.all_gather(node, theirs, whole, bucket.layout.label)]
 
-    def _working_type(self, layout: BucketLayout) -> tuple[torch.dtype, torch.device]:
-        slot = layout.slots[0]
-        view = self._units[slot.piece.unit].piece_view(slot.piece)
-        return view.dtype, view.device
+
+def _nth(buffer: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of ``buffer``, cut evenly over ``group``."""
+    length = buffer.numel() // group.size
+    return buffer[group.index * length : (group.index + 1) * length]

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 
 import torch
 
 from deepspeed_amsp.comm import Communicator, Ticket
-from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.mesh import Group, Mesh, Span
 from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.layout import Slot
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.resolve import ReduceMode
 from deepspeed_amsp.schedule.agreement import Agreement
+from deepspeed_amsp.schedule.pipeline import Pipeline, Stages
 
-Route = Generator[Ticket, None, None]
-"""The stages of one reduction: issues a collective, yields its ticket, goes on when that was waited for."""
-
-
-class Pipeline:
-    """Routes in flight. All ranks start them in the same order, so all issue collectives in the same order.
-
-    Starting a route moves every older one a stage on: its collective has had the time of a whole bucket's
-    backward to finish, so waiting for it there costs nothing on an accelerator (the wait is the stream's)
-    and seldom anything on gloo. The newest ``lag`` routes are left alone.
-    """
-
-    def __init__(self, lag: int = 1) -> None:
-        self._lag = lag
-        self._flight: deque[tuple[Route, Ticket]] = deque()
-
-    def start(self, route: Route) -> None:
-        older = list(self._flight)
-        self._flight.clear()
-        keep = max(len(older) - (self._lag - 1), 0)
-        for entry in older[:keep]:
-            self._advance(*entry)
-        self._flight.extend(older[keep:])
-        self._begin(route)
-
-    def drain(self) -> None:
-        """Finish every route, stage by stage in order of their start."""
-        while self._flight:
-            older = list(self._flight)
-            self._flight.clear()
-            for entry in older:
-                self._advance(*entry)
-
-    def _begin(self, route: Route) -> None:
-        ticket = next(route, None)
-        if ticket is not None:
-            self._flight.append((route, ticket))
-
-    def _advance(self, route: Route, ticket: Ticket) -> None:
-        ticket.wait()
-        self._begin(route)
+IN_FLIGHT = 4
+"""Buckets (or units) whose reduction may be under way when another one starts, where stages are polled: what is in
+flight is memory, and a network that is further behind would not be caught up with anyway."""
 
 
 class ReduceRoute:
@@ -70,72 +32,99 @@ class ReduceRoute:
         self._mesh = mesh
         self._wire = wire_dtype
 
-    def partial(self, bucket: BucketGradients) -> Route:
-        """A micro-batch that is not the last, s_g > s_p: reduce over the inner axis, keep one's part."""
+    def partial(self, bucket: BucketGradients) -> Stages:
+        """A micro-batch that is not the last, s_g > s_p: reduce over the inner stages, keep one's part."""
         raise NotImplementedError
 
-    def final(self, bucket: BucketGradients) -> Route:
+    def final(self, bucket: BucketGradients) -> Stages:
         """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
         raise NotImplementedError
 
     def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
         return resting.to(self._wire if self._wire is not None else bucket.param_dtype)
 
+    def _all_reduce(self, span: Span, buffer: torch.Tensor, label: str) -> Generator[Ticket | None, None, torch.Tensor]:
+        """Sum over an axis. In two stages: reduced to parts in node, the parts across nodes, gathered in node."""
+        node, cross = span.node, span.cross
+        if node is None or cross is None:
+            yield self._comm.all_reduce(span.flat, buffer, label) if span.size > 1 and buffer.numel() else None
+            return buffer
+        if not buffer.numel():
+            yield from [None, None, None]
+            return buffer
+        length = -(-buffer.numel() // node.size)
+        whole = buffer.new_zeros(length * node.size)
+        whole[: buffer.numel()] = buffer
+        part = buffer.new_empty(length)
+        yield self._comm.reduce_scatter(node, whole, part, [length] * node.size, label)
+        yield self._comm.all_reduce(cross, part, label)
+        yield self._comm.all_gather(node, part, whole, label)
+        return whole[: buffer.numel()]
+
 
 class AllReduceRoute(ReduceRoute):
     """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
 
-    def partial(self, bucket: BucketGradients) -> Route:
+    def partial(self, bucket: BucketGradients) -> Stages:
         staged = self._sent(bucket, bucket.take_staged())
-        yield self._comm.all_reduce(self._mesh.inner, staged, bucket.layout.label)
-        start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
+        staged = yield from self._all_reduce(self._mesh.inner, staged, bucket.layout.label)
+        start, length = bucket.layout.held_range(self._mesh.kept_coordinates)
         bucket.keep(staged[start : start + length].clone())
 
-    def final(self, bucket: BucketGradients) -> Route:
+    def final(self, bucket: BucketGradients) -> Stages:
         staged, kept = bucket.take_staged(), bucket.take_kept()
         if kept is not None:
             # The keeper adds what it has accumulated before the last reduction; the others only add theirs.
-            start, length = bucket.layout.kept_range(self._mesh.coordinates.inner)
+            start, length = bucket.layout.held_range(self._mesh.kept_coordinates)
             staged[start : start + length].add_(kept)
         staged = self._sent(bucket, staged)
-        if self._mesh.data.size > 1:
-            yield self._comm.all_reduce(self._mesh.data, staged, bucket.layout.label)
+        staged = yield from self._all_reduce(self._mesh.data, staged, bucket.layout.label)
         start, length = bucket.own_range
         whole = length == staged.numel()
         bucket.own(staged if whole else staged[start : start + length].clone())
 
 
 class TwoLevelRoute(ReduceRoute):
-    """Reduce to the owner over ``optim``, then AllReduce only the owned part over ``replicate``.
+    """Reduce to the owner over ``optim``, stage by stage, then AllReduce only the owned part over ``replicate``.
 
     A group in which nobody owns anything of the bucket has nothing to send: all its members see the same
     sizes, so all of them skip the call.
     """
 
-    def partial(self, bucket: BucketGradients) -> Route:
+    def partial(self, bucket: BucketGradients) -> Stages:
         sent = self._sent(bucket, bucket.take_staged())
-        splits = bucket.layout.inner_splits
-        mine = sent.new_empty(splits[self._mesh.inner.index])
-        yield self._comm.reduce_scatter(self._mesh.inner, sent, mine, splits, bucket.layout.label)
-        bucket.keep(mine)
+        bucket.keep((yield from self._reduce(bucket, sent, (), self._mesh.inner_stages)))
 
-    def final(self, bucket: BucketGradients) -> Route:
-        if self._mesh.inner.size > 1:
-            if bucket.staged is not None or bucket.kept is None:
-                yield from self.partial(bucket)
-            resting = bucket.take_kept()
-            assert resting is not None, "the partial route leaves a kept part"
+    def final(self, bucket: BucketGradients) -> Stages:
+        if self._mesh.inner.size > 1 and (bucket.staged is not None or bucket.kept is None):
+            yield from self.partial(bucket)
+            kept = bucket.take_kept()
+            assert kept is not None, "the partial route leaves a kept part"
+            resting = kept
         else:
-            resting = bucket.take_staged()
+            # What there is is taken now: a gradient that comes later starts a route of its own.
+            kept = bucket.take_kept()
+            resting = kept if kept is not None else bucket.take_staged()
+            yield from [None] * len(self._mesh.inner_stages)
         section = self._sent(bucket, resting)
-        if self._mesh.outer.size > 1 and section.numel():
-            splits = bucket.layout.outer_splits(self._mesh.coordinates.inner)
-            mine = section.new_empty(splits[self._mesh.outer.index])
-            yield self._comm.reduce_scatter(self._mesh.outer, section, mine, splits, bucket.layout.label)
-            section = mine
-        if self._mesh.replicate.size > 1 and section.numel():
-            yield self._comm.all_reduce(self._mesh.replicate, section, bucket.layout.label)
+        section = yield from self._reduce(bucket, section, self._mesh.kept_coordinates, self._mesh.outer_stages)
+        section = yield from self._all_reduce(self._mesh.replicate, section, bucket.layout.label)
         bucket.own(section)
+
+    def _reduce(
+        self, bucket: BucketGradients, buffer: torch.Tensor, prefix: tuple[int, ...], stages: Sequence[Group]
+    ) -> Generator[Ticket | None, None, torch.Tensor]:
+        """Sum ``buffer``, what the ranks at ``prefix`` hold, over ``stages``; returns this rank's part of it."""
+        for group in stages:
+            if group.size > 1 and buffer.numel():
+                splits = bucket.layout.splits(prefix)
+                mine = buffer.new_empty(splits[group.index])
+                yield self._comm.reduce_scatter(group, buffer, mine, splits, bucket.layout.label)
+                buffer = mine
+            else:
+                yield None
+            prefix = (*prefix, group.index)
+        return buffer
 
 
 ROUTES: Mapping[ReduceMode, type[ReduceRoute]] = {
@@ -195,6 +184,7 @@ class GradientReducer:
         agreement: told which parameters have gradients and which units are reduced.
         prescale: factor on every gradient before it is added to anything (gradient_predivide_factor).
         eager_units, eager_buckets: False issues reductions only after backward, and waits for each.
+        polls: stages are moved on when they are done, see `Pipeline`.
     """
 
     def __init__(
@@ -209,6 +199,7 @@ class GradientReducer:
         prescale: float,
         eager_units: bool,
         eager_buckets: bool,
+        polls: bool,
     ) -> None:
         self._agreement = agreement
         self._prescale = prescale
@@ -219,8 +210,9 @@ class GradientReducer:
         self._wire = wire_dtype
         self._eager_units = eager_units
         self._eager_buckets = eager_buckets
-        self._unit_pipeline = Pipeline(lag=2)
-        self._bucket_pipeline = Pipeline()
+        polls = polls and not mesh.merged
+        self._unit_pipeline = Pipeline(polls, limit=IN_FLIGHT if polls else 2)
+        self._bucket_pipeline = Pipeline(polls, limit=IN_FLIGHT if polls else 1)
         self._flat = {unit.index: UnitGradients(unit) for unit in units if isinstance(unit, ShardedUnit)}
         self._slots_of: dict[int, list[tuple[int, Slot]]] = {unit.index: [] for unit in units}
         self._slots_of_param: dict[str, list[tuple[int, Slot]]] = {}
@@ -239,6 +231,11 @@ class GradientReducer:
         self.hold = False
         """True inside no_sync: gradients are staged, nothing is sent."""
 
+    def poll(self) -> None:
+        """Give what is in flight the chance to go on; free where there is nothing to do."""
+        self._unit_pipeline.poll()
+        self._bucket_pipeline.poll()
+
     @property
     def _every_micro_batch(self) -> bool:
         return self._mesh.inner.size > 1
@@ -246,6 +243,7 @@ class GradientReducer:
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
         """Take over the gradient of parameter ``index`` of ``unit``. True when the unit has all of its own."""
         self.open = True
+        self.poll()
         self._agreement.used(unit.layout.params[index].name)
         if self._prescale != 1.0:
             gradient = gradient * self._prescale
@@ -288,6 +286,10 @@ class GradientReducer:
         self._unit_pipeline.drain()
         self._bucket_pipeline.drain()
 
+    def finish_bucket(self, index: int) -> None:
+        """Wait until bucket ``index`` is where it rests; buckets arrive last in forward first."""
+        self._bucket_pipeline.finish(index)
+
     def clear(self) -> None:
         """Drop all gradients, also those of a backward that was not finished."""
         self.drain()
@@ -305,11 +307,11 @@ class GradientReducer:
 
     def _reduce_unit(self, index: int) -> None:
         self._reduced_units.add(index)
-        self._unit_pipeline.start(self._unit_route(self._flat[index]))
+        self._unit_pipeline.start(index, self._unit_route(self._flat[index]))
         if not self._eager_units:
             self._unit_pipeline.drain()
 
-    def _unit_route(self, flat: UnitGradients) -> Route:
+    def _unit_route(self, flat: UnitGradients) -> Stages:
         unit, group = flat.unit, self._mesh.param_reduce
         # Unless told otherwise gradients travel in the parameter's dtype, which is what they arrived in.
         taken = flat.take()
@@ -347,7 +349,9 @@ class GradientReducer:
 
     def _start_bucket(self, index: int, final: bool) -> None:
         route, bucket = self._route, self._buckets[index]
-        self._bucket_pipeline.start(route.final(bucket) if final else route.partial(bucket))
+        # What an earlier micro-batch still has under way must have come to rest before it is added to.
+        self._bucket_pipeline.finish(index)
+        self._bucket_pipeline.start(index, route.final(bucket) if final else route.partial(bucket))
         if not self._eager_buckets:
             self._bucket_pipeline.drain()
 

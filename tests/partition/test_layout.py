@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -39,16 +40,16 @@ def _whole(name: str, shape: tuple[int, ...], unit: int) -> Piece:
 
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12),
-    st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (1, 8)]),
+    st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (1, 8), (2, 2, 1, 3), (1, 3, 2)]),
     st.integers(1, 400),
     st.booleans(),
     st.booleans(),
 )
 def test_buckets_hold_every_element_once(
-    param_shapes: list[tuple[int, int]], grid: tuple[int, int], limit: int, whole: bool, uniform: bool
+    param_shapes: list[tuple[int, int]], grid: tuple[int, ...], limit: int, whole: bool, uniform: bool
 ) -> None:
     groups = [[_whole(f"p{i}", shape, i)] for i, shape in enumerate(param_shapes)]
-    buckets = build_buckets(groups, OwnerGrid(*grid), limit, whole_tensors=whole, uniform=uniform)
+    buckets = build_buckets(groups, OwnerGrid(grid), limit, whole_tensors=whole, uniform=uniform)
     covered = {group[0].param.name: [0] * group[0].numel for group in groups}
     for bucket in buckets:
         taken = [0] * bucket.numel
@@ -64,12 +65,16 @@ def test_buckets_hold_every_element_once(
                 taken[offset] += 1
         assert all(count == 1 for count in taken), "slots and gaps tile the bucket"
         assert not uniform or bucket.uniform
-        assert sum(bucket.inner_splits) == bucket.numel
-        for inner in range(bucket.inner):
-            start, length = bucket.kept_range(inner)
-            assert sum(bucket.outer_splits(inner)) == length
-            owners = [outer * bucket.inner + inner for outer in range(bucket.outer)]
-            assert all(start <= bucket.sections[owner][0] <= start + length for owner in owners)
+        for at in product(*(range(size) for size in grid)):
+            start, length = 0, bucket.numel
+            for stage in range(len(grid)):
+                # The next stage cuts what is held into parts that lie one behind the other.
+                splits = bucket.splits(at[:stage])
+                assert sum(splits) == length
+                start, length = start + sum(splits[: at[stage]]), splits[at[stage]]
+                assert bucket.held_range(at[: stage + 1]) == (start, length)
+            (owner,) = bucket.grid.owners(at)
+            assert bucket.sections[owner] == (start, length)
     assert all(count == 1 for counts in covered.values() for count in counts)
     order = [unit for bucket in buckets for unit in bucket.units]
     assert order == sorted(order), "buckets follow the forward order"
@@ -108,7 +113,7 @@ QWEN3_8B = llama(36, 4096, 12288, 151936, 1024)
 
 
 def imbalance(groups: list[list[Piece]], owners: int, *, whole: bool, limit: int = 10**12) -> float:
-    buckets = build_buckets(groups, OwnerGrid(owners, 1), limit, whole_tensors=whole)
+    buckets = build_buckets(groups, OwnerGrid((owners,)), limit, whole_tensors=whole)
     loads = [sum(bucket.owned_numel(owner) for bucket in buckets) for owner in range(owners)]
     return max(loads) / (sum(loads) / owners)
 
