@@ -30,6 +30,7 @@ class Purpose(str, Enum):
     GATHER = "gather"
     PARAM_REDUCE = "param_reduce"
     GRAD_REDUCE = "grad_reduce"
+    GRAD_GATHER = "grad_gather"
     PUBLISH = "publish"
     SCALARS = "scalars"
 
@@ -124,11 +125,16 @@ AXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Span:
-    """An axis over which a collective may go in one stage (``flat``) or, across nodes, in two."""
+    """An axis over which a collective may go in one stage (``flat``) or, across nodes, in two.
+
+    ``back`` has the ranks of ``node`` and a queue of its own, for the way back of a sum: the stages of several
+    buckets are under way at once, and within a queue all ranks must agree on their order (see `schedule.pipeline`).
+    """
 
     flat: Group
     node: Group | None = None
     cross: Group | None = None
+    back: Group | None = None
 
     @property
     def size(self) -> int:
@@ -200,7 +206,10 @@ class Mesh:
             return Span(flat)
         node, cross = self._group(purpose, f"{axis}_node"), self._group(purpose, f"{axis}_cross")
         # An axis that lies in a node, or has one rank of every node, has nothing to do in two stages.
-        return Span(flat, node, cross) if node.size > 1 and cross.size > 1 else Span(flat)
+        if node.size == 1 or cross.size == 1:
+            return Span(flat)
+        back = self._group(Purpose.GRAD_GATHER, f"{axis}_node") if purpose is Purpose.GRAD_REDUCE else None
+        return Span(flat, node, cross, back)
 
     def _group(self, purpose: Purpose, axis: str, name: str | None = None) -> Group:
         mine: tuple[int, ...] = ()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from deepspeed_amsp.partition.layout import BucketLayout, Slot
+from deepspeed_amsp.partition.layout import BucketLayout, Piece, Slot
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.params import ReplicatedUnit, Unit
 
@@ -80,7 +81,10 @@ class BucketInPlace:
     def parts(self, owners: range) -> list[torch.Tensor]:
         start, stop = self._bounds[owners.start], self._bounds[owners.stop]
         packed = [self.flat[start:stop]] if stop > start else []
-        return packed + [self._view(slot) for slot in self._cut if slot.owner in owners]
+        return packed + [
+            self._units[piece.unit].piece_view(piece)
+            for piece in _joined([slot.piece for slot in self._cut if slot.owner in owners])
+        ]
 
     def whole(self) -> torch.Tensor:
         raise NotImplementedError("parameters in place have no padding, which an AllGather needs")
@@ -154,6 +158,18 @@ def working_buckets(layouts: Sequence[BucketLayout], units: Mapping[int, Unit], 
 def _parameter(units: Mapping[int, Unit], slot: Slot) -> nn.Parameter:
     unit = units[slot.piece.unit]
     return unit.parameters[unit.layout.params.index(slot.piece.param)]
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbouring blocks of one parameter as one."""
+    joined: list[Piece] = []
+    for piece in sorted(pieces, key=lambda p: (p.unit, p.param.name, p.start)):
+        last = joined[-1] if joined else None
+        if last is not None and last.param == piece.param and last.stop == piece.start:
+            joined[-1] = replace(last, stop=piece.stop)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

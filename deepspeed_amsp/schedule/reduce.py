@@ -45,8 +45,8 @@ class ReduceRoute:
 
     def _all_reduce(self, span: Span, buffer: torch.Tensor, label: str) -> Generator[Ticket | None, None, torch.Tensor]:
         """Sum over an axis. In two stages: reduced to parts in node, the parts across nodes, gathered in node."""
-        node, cross = span.node, span.cross
-        if node is None or cross is None:
+        node, cross, back = span.node, span.cross, span.back
+        if node is None or cross is None or back is None:
             yield self._comm.all_reduce(span.flat, buffer, label) if span.size > 1 and buffer.numel() else None
             return buffer
         if not buffer.numel():
@@ -58,7 +58,7 @@ class ReduceRoute:
         part = buffer.new_empty(length)
         yield self._comm.reduce_scatter(node, whole, part, [length] * node.size, label)
         yield self._comm.all_reduce(cross, part, label)
-        yield self._comm.all_gather(node, part, whole, label)
+        yield self._comm.all_gather(back, part, whole, label)
         return whole[: buffer.numel()]
 
 

@@ -27,7 +27,8 @@ def expected(case: Case, world: int) -> Outcome:
     return _reference(case.model, case.optimizer, world, case.micro_batches, case.steps, case.clip)
 
 
-def _check(case: Case, world: int) -> None:
+def check(case: Case, world: int) -> None:
+    """Train ``case`` on ``world`` ranks and compare everything with one process."""
     reports = pool(world).run(train, case)
     want = expected(case, world)
     assert_replicas_equal(reports)
@@ -43,12 +44,12 @@ def _check(case: Case, world: int) -> None:
 
 @pytest.mark.parametrize(("sharding", "case"), [row[1:] for row in ALL[4]], ids=[row[0] for row in ALL[4]])
 def test_four_ranks(sharding: Sharding, case: Case) -> None:
-    _check(case, 4)
+    check(case, 4)
 
 
 @pytest.mark.parametrize(("sharding", "case"), [row[1:] for row in ALL[8]], ids=[row[0] for row in ALL[8]])
 def test_eight_ranks(sharding: Sharding, case: Case) -> None:
-    _check(case, 8)
+    check(case, 8)
 
 
 @pytest.mark.parametrize("world", [4, 8])

@@ -214,7 +214,6 @@ class TestPlan:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hierarchical": True}, "amsp.hierarchical = true"),
         ({"memory_limit_gb": 5, "profile": "p.json"}, 'amsp.memory_limit_gb = 5.0, amsp.profile = "p.json"'),
         ({"topology": {"leaf_switches": [["a"]]}}, 'amsp.topology.leaf_switches = [["a"]]'),
     ],

@@ -21,21 +21,39 @@ SHARDINGS = [s for r, n in CLUSTERS for s in enumerate_shardings(ShardFactor(r, 
 Log = Counter[tuple[str, str, str, int, int]]
 
 
+def gathers(sharding: Sharding, micro_batches: int) -> Log:
+    """Over ``param``: every unit is gathered for forward and backward, and its gradient reduced."""
+    log: Log = Counter()
+    if sharding.s_p > 1:
+        unit = Even.WIDTH**2 * FP32
+        log["all_gather", "gather", "param", sharding.s_p, unit] = 2 * micro_batches * Even.LAYERS
+        log["reduce_scatter", "param_reduce", "param", sharding.s_p, unit] = micro_batches * Even.LAYERS
+    return log
+
+
+def scalars(sharding: Sharding) -> Log:
+    """The squared norm, one fp64 value; which parameters were used, and by param group the order of gathers as
+    (hash, -hash), int64 each."""
+    s_p, s_os, s_dp = sharding.s_p, sharding.s_os, sharding.s_dp
+    orders = 2 * s_dp // s_p if s_p > 1 else 0
+    log: Log = Counter({("all_reduce", "scalars", "world", s_dp, 8 * (Even.LAYERS + orders)): 1})
+    if s_os > 1:
+        log["all_reduce", "scalars", "shards", s_os, 8] = 1
+    return log
+
+
 def formula(sharding: Sharding, reduce: str, publish: str, micro_batches: int) -> Log:
     """(op, purpose, axis, group size, bytes) -> how often in one step, by one rank.
 
     Everything is one bucket of PHI / s_p elements (T_p, T_g, T_os^0 and T_os^1 of the paper as bytes).
     """
-    log: Log = Counter()
+    log = gathers(sharding, micro_batches) + scalars(sharding)
 
     def issue(op: str, purpose: str, axis: str, size: int, elements: int, count: int) -> None:
         if size > 1 and count:
             log[op, purpose, axis, size, elements * FP32] += count
 
     s_p, s_g, s_os, s_dp = sharding.s_p, sharding.s_g, sharding.s_os, sharding.s_dp
-    unit = Even.WIDTH**2
-    issue("all_gather", "gather", "param", s_p, unit, 2 * micro_batches * Even.LAYERS)
-    issue("reduce_scatter", "param_reduce", "param", s_p, unit, micro_batches * Even.LAYERS)
     bucket = PHI // s_p
     if reduce == "all_reduce":
         issue("all_reduce", "grad_reduce", "inner", s_g // s_p, bucket, micro_batches - 1)
@@ -48,10 +66,6 @@ def formula(sharding: Sharding, reduce: str, publish: str, micro_batches: int) -
         issue("broadcast", "publish", "optim", s_os // s_p, PHI // s_os, s_os // s_p)
     else:
         issue("all_gather", "publish", "optim", s_os // s_p, bucket, 1)
-    issue("all_reduce", "scalars", "shards", s_os, 2, 1)  # the squared norm, one fp64 value
-    # Which parameters were used, and by param group the order of gathers as (hash, -hash): int64 each.
-    orders = 2 * s_dp // s_p if s_p > 1 else 0
-    issue("all_reduce", "scalars", "world", s_dp, 2 * (Even.LAYERS + orders), 1)
     return log
 
 
