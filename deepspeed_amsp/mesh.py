@@ -1,12 +1,16 @@
 """The three-axis rank mesh and its process groups. The only file that creates process groups.
 
 Ranks form the grid ``(replicate, optim, param)`` with ``param`` varying fastest; the ``optim`` axis splits
-at s_g into ``(outer, inner)``. Every axis exists once per purpose, so that a gather never queues behind a
-reduction in the same communicator; ``merge_communicators`` shares them between purposes.
+at s_g into ``(outer, inner)``. Which rank stands at which position of the grid is the caller's choice; groups
+number their ranks in grid order, which is the order of their rings. Every axis exists once per purpose, so that
+a gather never queues behind a reduction in the same communicator; ``merge_communicators`` shares them between
+purposes.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -17,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_amsp.plan.factors import Sharding
+from deepspeed_amsp.topology import LEAF_KEY, TopologyError
 
 GROUP_BACKEND: str | None = None
 """Backend of the groups made here; None means the default group's. Tests put a checking backend here."""
@@ -34,7 +39,7 @@ class Purpose(str, Enum):
 
 
 class Coordinates(NamedTuple):
-    """Where a rank sits in the grid."""
+    """A place in the grid."""
 
     replicate: int
     outer: int
@@ -44,7 +49,10 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along one axis through this rank. ``handle`` is None when the rank is alone on it."""
+    """The ranks along one axis through this rank, in grid order; ``index`` is this rank's place among them.
+
+    ``handle`` is None when the rank is alone. Its own numbering is that of ``ranks``.
+    """
 
     purpose: Purpose
     axis: str
@@ -69,17 +77,17 @@ class AxisSizes(NamedTuple):
     def of(cls, sharding: Sharding) -> AxisSizes:
         return cls(sharding.replicate, sharding.optim_outer, sharding.optim_inner, sharding.param)
 
-    def coordinates(self, rank: int) -> Coordinates:
-        rest, param = divmod(rank, self.param)
+    def coordinates(self, position: int) -> Coordinates:
+        rest, param = divmod(position, self.param)
         rest, inner = divmod(rest, self.inner)
         replicate, outer = divmod(rest, self.outer)
         return Coordinates(replicate, outer, inner, param)
 
-    def rank(self, at: Coordinates) -> int:
+    def position(self, at: Coordinates) -> int:
         return ((at.replicate * self.outer + at.outer) * self.inner + at.inner) * self.param + at.param
 
     def partition(self, free: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only in the ``free`` coordinates, each in grid order."""
+        """All groups of positions that differ only in the ``free`` coordinates, each in grid order."""
         fixed = [name for name in self._fields if name not in free]
         groups = []
         for values in product(*(range(getattr(self, name)) for name in fixed)):
@@ -87,7 +95,7 @@ class AxisSizes(NamedTuple):
             members = []
             for free_values in product(*(range(getattr(self, name)) for name in self._fields if name in free)):
                 names = [name for name in self._fields if name in free]
-                members.append(self.rank(Coordinates(**at, **dict(zip(names, free_values, strict=True)))))
+                members.append(self.position(Coordinates(**at, **dict(zip(names, free_values, strict=True)))))
             groups.append(tuple(members))
         return groups
 
@@ -111,13 +119,24 @@ class Mesh:
 
     All ranks create all groups in the same order, each distinct (purpose, rank set) once. New groups inherit
     the default group's timeout. Must be built after ``torch.distributed`` is initialised.
+
+    Args:
+        order: the rank at each position of the grid, the same on every rank; None for ascending ranks.
+
+    Raises:
+        TopologyError: this torch only makes groups of ascending ranks, and ``order`` needs others.
     """
 
-    def __init__(self, sharding: Sharding, merge_communicators: bool = False) -> None:
+    def __init__(
+        self, sharding: Sharding, merge_communicators: bool = False, order: Sequence[int] | None = None
+    ) -> None:
         self.sharding = sharding
         self.sizes = AxisSizes.of(sharding)
         self.rank = dist.get_rank()
-        self.coordinates = self.sizes.coordinates(self.rank)
+        self._order = tuple(range(sharding.s_dp)) if order is None else tuple(order)
+        if sorted(self._order) != list(range(sharding.s_dp)):
+            raise ValueError(f"order must name each of {sharding.s_dp} ranks once, not {list(self._order)}")
+        self.coordinates = self.sizes.coordinates(self._order.index(self.rank))
         self._merge = merge_communicators
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self.world = self._group(Purpose.SETUP, "world")
@@ -130,6 +149,8 @@ class Mesh:
         self.publish = self._group(Purpose.PUBLISH, "optim")
         self.scalars = self._group(Purpose.SCALARS, "shards")
         self.world_scalars = self._group(Purpose.SCALARS, "world")
+        self.first_rank = self.world.ranks.index(0)
+        """Index in `world` of the process with rank 0, whose values everybody starts from."""
 
     @property
     def owner_index(self) -> int:
@@ -146,7 +167,8 @@ class Mesh:
 
     def _group(self, purpose: Purpose, axis: str) -> Group:
         mine: tuple[int, ...] = ()
-        for ranks in self.sizes.partition(AXES[axis]):
+        for positions in self.sizes.partition(AXES[axis]):
+            ranks = tuple(self._order[position] for position in positions)
             self._create(purpose, ranks)
             if self.rank in ranks:
                 mine = ranks
@@ -168,7 +190,15 @@ class Mesh:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND)
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND)
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise TopologyError(
+            f"torch {torch.__version__} sorts the ranks of a group (new_group has no sort_ranks), but {LEAF_KEY} "
+            f"needs them in the order {ranks}: install a newer torch, number the hosts by leaf switch, or "
+            f"remove the key."
+        )
+    return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
 
 
 def _default_timeout() -> timedelta | None:

@@ -23,7 +23,7 @@ class Runtime:
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
-        self.mesh = Mesh(plan.sharding, plan.merge_communicators)
+        self.mesh = Mesh(plan.sharding, plan.merge_communicators, topology.ranks_along(plan.nodes))
         self.comm = Communicator()
         self.units: list[Unit] = []
         self.optimizer: AMSPOptimizer | None = None

@@ -97,7 +97,7 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         """As DeepSpeed's, for a checkpoint of the same plan and world size.
 
         Raises:
-            LayoutError: on every rank, when the checkpoint was written by another plan or world size.
+            LayoutError: on every rank, when another plan, world size or node order wrote the checkpoint.
         """
         check_written_plan(load_dir, tag, self.amsp.plan)
         with self._unpartitioned():
