@@ -195,8 +195,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise TopologyError(
             f"torch {torch.__version__} sorts the ranks of a group (new_group has no sort_ranks), but {LEAF_KEY} "
-            f"needs them in the order {ranks}: install a newer torch, number the hosts by leaf switch, or "
-            f"remove the key."
+            f"needs them in another order: install a newer torch, list the hosts by leaf switch in the hostfile, "
+            f"or remove the key."
         )
     return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
 
