@@ -194,8 +194,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
         return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise TopologyError(
-            f"torch {torch.__version__} sorts the ranks of a group (new_group has no sort_ranks), but the order of this "
-            f"plan's is another: install a newer torch. If it is {LEAF_KEY} that orders them, listing the hosts by "
+            f"torch {torch.__version__} sorts the ranks of a group (new_group has no sort_ranks), but this plan "
+            f"has another order: install a newer torch. If it is {LEAF_KEY} that orders them, listing the hosts by "
             f"leaf switch in the hostfile or removing the key helps, too."
         )
     return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
