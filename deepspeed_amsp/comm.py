@@ -97,10 +97,15 @@ class Ticket:
 
 
 def host_names() -> list[str]:
-    """The host of every rank, in rank order, over the default group; before there is a mesh. Blocks."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return names
+    """The host of every rank, in rank order."""
+    return from_every_rank(socket.gethostname())
+
+
+def from_every_rank(value: Any) -> list[Any]:
+    """Every rank's picklable ``value``, in rank order, over the default group; before there is a mesh. Blocks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Communicator:

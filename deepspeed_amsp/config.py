@@ -115,12 +115,14 @@ def _path(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def _switches(value: Any) -> tuple[tuple[str, ...], ...] | None:
-    if value is None:
-        return None
+def _switches(value: Any) -> tuple[tuple[str, ...], ...] | str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
     rows: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
     if not all(isinstance(row, (list, tuple)) and all(isinstance(h, str) and h for h in row) for row in rows):
-        raise ValueError("must be a list of lists of host names, one list per leaf switch, or null")
+        raise ValueError("must be lists of host names, one list per leaf switch, or the path of a table, or null")
+    if not all(rows):
+        raise ValueError("has a leaf switch without a host; remove that list")
     hosts = [host for row in rows for host in row]
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice:
@@ -168,10 +170,13 @@ class OverlapBlock(_Frozen):
 
 
 class TopologyBlock(_Frozen):
-    """amsp.topology. gpus_per_node null: what the launcher says."""
+    """amsp.topology. gpus_per_node null: what the launcher says.
+
+    leaf_switches: lists of host names, or the path of a table with one switch a line (`leaf_table`).
+    """
 
     gpus_per_node: Count = None
-    leaf_switches: Annotated[tuple[tuple[str, ...], ...] | None, PlainValidator(_switches)] = None
+    leaf_switches: Annotated[tuple[tuple[str, ...], ...] | str | None, PlainValidator(_switches)] = None
 
 
 class AmspBlock(_Frozen):

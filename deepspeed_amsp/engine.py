@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp.checkpoint.engine import CheckpointingEngine
-from deepspeed_amsp.comm import host_names
+from deepspeed_amsp.comm import from_every_rank, host_names
 from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import read_zero_settings
+from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
 from deepspeed_amsp.model_checks import FREED, ModuleTree, is_compiled, refusal, refuse_config, refuse_model
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
+from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built, with_zero_settings
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
@@ -38,7 +41,8 @@ class AMSPEngine(CheckpointingEngine):
         ConfigError: the block or what stands next to it in the ds_config.
         FactorError: factors that are not legal on this cluster.
         NotBuilt: keys of the block that this version cannot honour.
-        TopologyError: nodes of different size, or ranks of a host that are not contiguous.
+        TopologyError: nodes of different size, ranks of a host that are not contiguous, or a table of leaf
+            switches that does not fit the hosts or that ranks read differently.
     """
 
     dont_change_device: bool
@@ -50,17 +54,20 @@ class AMSPEngine(CheckpointingEngine):
         refuse_not_built(block)
         refuse_model(model, kwargs.get("mpu"))
         refuse_config(config_class._param_dict, config_class.world_size)
+        table = block.topology.leaf_switches
         topology = detect_topology(
             block.topology.gpus_per_node,
             os.environ,
             dist.get_world_size(),
             host_names(),
-            block.topology.leaf_switches,
+            agreed_table(from_every_rank(read_table(table)), table_name(table)),
+            table_name(table),
         )
         zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
         short = config_class.bfloat16_config.enabled or config_class.float16_config.enabled
         plan = make_plan(block, topology.world_size, topology.gpus_per_node)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
+        plan = replace(plan, node_order=place_nodes(topology, plan.sharding))
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
         self.amsp = Runtime(plan, topology)
@@ -122,7 +129,7 @@ class AMSPEngine(CheckpointingEngine):
         if mesh.world.size > 1 and tensor.numel():
             # As bytes, since not every backend knows every dtype; flat first, since a scalar has no byte view.
             octets = tensor.view(-1).view(torch.uint8)
-            self.amsp.comm.broadcast(mesh.world, octets, 0, "initial values").wait()
+            self.amsp.comm.broadcast(mesh.world, octets, mesh.first_rank, "initial values").wait()
 
     def _move_rest_to_device(self) -> None:
         """Buffers and parameters without a unit follow the device; the units are there already."""

@@ -1,13 +1,16 @@
 """The three-axis rank mesh and its process groups. The only file that creates process groups.
 
 Ranks form the grid ``(replicate, optim, param)`` with ``param`` varying fastest; the ``optim`` axis splits
-at s_g into ``(outer, inner)``, and each of them at the node into a cross-node and an in-node part. Every axis
-exists once per purpose, so that a gather never queues behind a reduction in the same communicator;
-``merge_communicators`` shares them between purposes.
+at s_g into ``(outer, inner)``, and each of them at the node into a cross-node and an in-node part. Which rank
+stands at which position of the grid is the caller's choice; groups number their ranks in grid order, which is the
+order of their rings. Every axis exists once per purpose, so that a gather never queues behind a reduction in the
+same communicator; ``merge_communicators`` shares them between purposes.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_amsp.plan.factors import Sharding
+from deepspeed_amsp.topology import LEAF_KEY, TopologyError
 
 GROUP_BACKEND: str | None = None
 """Backend of the groups made here; None means the default group's. Tests put a checking backend here."""
@@ -37,7 +41,10 @@ class Purpose(str, Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along one axis through this rank. ``handle`` is None when the rank is alone on it."""
+    """The ranks along one axis through this rank, in grid order; ``index`` is this rank's place among them.
+
+    ``handle`` is None when the rank is alone. Its own numbering is that of ``ranks``.
+    """
 
     purpose: Purpose
     axis: str
@@ -51,10 +58,10 @@ class Group:
 
 
 class Grid(NamedTuple):
-    """One number for every axis of the grid, the last varying fastest: their lengths, or a rank's coordinates.
+    """One number for every axis of the grid, the last varying fastest: their lengths, or the coordinates of a place.
 
     The three axes ``replicate``, ``optim`` = (``outer``, ``inner``) and ``param`` are each taken apart into a part
-    across nodes and one inside a node. Factors that nest node by node (Eq. 5-7) make the order of ranks the grid's.
+    across nodes and one inside a node. Factors that nest (Eq. 5-7) make the order of ranks, node by node, the grid's.
     """
 
     replicate_cross: int
@@ -71,29 +78,29 @@ class Grid(NamedTuple):
         outer, inner = (os.s1 // g.s1, os.s0 // g.s0), (g.s1 // p.s1, g.s0 // p.s0)
         return cls(dp.s1 // os.s1, dp.s0 // os.s0, *outer, *inner, p.size)
 
-    def coordinates(self, rank: int) -> Grid:
-        """Where ``rank`` is in a grid of these sizes."""
+    def coordinates(self, position: int) -> Grid:
+        """Where ``position`` is in a grid of these sizes."""
         digits = []
         for size in reversed(self):
-            rank, digit = divmod(rank, size)
+            position, digit = divmod(position, size)
             digits.append(digit)
         return Grid(*reversed(digits))
 
-    def rank(self, at: Grid) -> int:
-        """The rank at ``at`` in a grid of these sizes."""
+    def position(self, at: Grid) -> int:
+        """The position of ``at`` in a grid of these sizes."""
         number = 0
         for size, digit in zip(self, at, strict=True):
             number = number * size + digit
         return number
 
     def partition(self, axis: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only in the coordinates of ``axis``, of which the last varies fastest."""
+        """All groups of positions that differ only in the coordinates of ``axis``, of which the last varies fastest."""
         fixed = [name for name in self._fields if name not in axis]
         groups = []
         for values in product(*(range(getattr(self, name)) for name in fixed)):
             base = Grid(*[0] * len(self))._replace(**dict(zip(fixed, values, strict=True)))
             free = product(*(range(getattr(self, name)) for name in axis))
-            groups.append(tuple(self.rank(base._replace(**dict(zip(axis, at, strict=True)))) for at in free))
+            groups.append(tuple(self.position(base._replace(**dict(zip(axis, at, strict=True)))) for at in free))
         return groups
 
 
@@ -146,13 +153,29 @@ class Mesh:
 
     All ranks create all groups in the same order, each distinct (purpose, rank set) once. New groups inherit
     the default group's timeout. Must be built after ``torch.distributed`` is initialised.
+
+    Args:
+        hierarchical: make the groups for collectives in two stages, in node and across nodes.
+        order: the rank at each position of the grid, the same on every rank; None for ascending ranks.
+
+    Raises:
+        TopologyError: this torch only makes groups of ascending ranks, and others are needed.
     """
 
-    def __init__(self, sharding: Sharding, merge_communicators: bool = False, hierarchical: bool = False) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        merge_communicators: bool = False,
+        hierarchical: bool = False,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.sharding = sharding
         self.sizes = Grid.sizes(sharding)
         self.rank = dist.get_rank()
-        self.coordinates = self.sizes.coordinates(self.rank)
+        self._order = tuple(range(sharding.s_dp)) if order is None else tuple(order)
+        if sorted(self._order) != list(range(sharding.s_dp)):
+            raise ValueError(f"order must name each of {sharding.s_dp} ranks once, not {list(self._order)}")
+        self.coordinates = self.sizes.coordinates(self._order.index(self.rank))
         self.hierarchical = hierarchical
         self.merged = merge_communicators
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
@@ -168,6 +191,8 @@ class Mesh:
         self.publish = self._span(Purpose.PUBLISH, "optim", by_owner="optim_staged" if hierarchical else "optim")
         self.scalars = self._group(Purpose.SCALARS, "shards")
         self.world_scalars = self._group(Purpose.SCALARS, "world")
+        self.first_rank = self.world.ranks.index(0)
+        """Index in `world` of the process with rank 0, whose values everybody starts from."""
 
     @property
     def stages(self) -> tuple[Group, ...]:
@@ -213,7 +238,8 @@ class Mesh:
 
     def _group(self, purpose: Purpose, axis: str, name: str | None = None) -> Group:
         mine: tuple[int, ...] = ()
-        for ranks in self.sizes.partition(AXES[axis]):
+        for positions in self.sizes.partition(AXES[axis]):
+            ranks = tuple(self._order[position] for position in positions)
             self._create(purpose, ranks)
             if self.rank in ranks:
                 mine = ranks
@@ -235,6 +261,14 @@ class Mesh:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    if ranks == sorted(ranks):
+        return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND)
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise TopologyError(
+            f"torch {torch.__version__} sorts the ranks of a group (new_group has no sort_ranks), but this plan "
+            f"has another order: install a newer torch. If it is {LEAF_KEY} that orders them, listing the hosts by "
+            f"leaf switch in the hostfile or removing the key helps, too."
+        )
     return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
 
 

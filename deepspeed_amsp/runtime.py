@@ -23,7 +23,7 @@ class Runtime:
     def __init__(self, plan: Plan, topology: Topology) -> None:
         self.plan = plan
         self.topology = topology
-        self.mesh = Mesh(plan.sharding, plan.merge_communicators, plan.hierarchical)
+        self.mesh = Mesh(plan.sharding, plan.merge_communicators, plan.hierarchical, topology.ranks_along(plan.nodes))
         self.comm = Communicator()
         self.units: list[Unit] = []
         self.optimizer: AMSPOptimizer | None = None

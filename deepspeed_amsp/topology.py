@@ -16,6 +16,9 @@ from itertools import groupby
 LOCAL_SIZE_VARIABLES: tuple[str, ...] = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
+LEAF_KEY = "amsp.topology.leaf_switches"
+
+
 class TopologyError(ValueError):
     """The ranks do not lie on the hosts in a way that sharding can use."""
 
@@ -24,15 +27,15 @@ class TopologyError(ValueError):
 class Topology:
     """world_size ranks, gpus_per_node consecutive ones to a node.
 
-    leaf_switches: hosts under each leaf switch, stored for rank placement; None when not known.
+    leaves: the leaf switch of each node, numbered from 0; None when not known.
     """
 
     world_size: int
     gpus_per_node: int
-    leaf_switches: tuple[tuple[str, ...], ...] | None = None
+    leaves: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Check that every node is full."""
+        """Check that every node is full and, where switches are known, that it has one."""
         for name in ("world_size", "gpus_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -42,6 +45,8 @@ class Topology:
                 f"gpus_per_node = {self.gpus_per_node} does not divide world_size = {self.world_size}; "
                 f"legal values of gpus_per_node: {_divisors(self.world_size)}."
             )
+        if self.leaves is not None and len(self.leaves) != self.nodes:
+            raise TopologyError(f"{len(self.leaves)} leaf switches are given for {self.nodes} nodes; need one each.")
 
     @property
     def nodes(self) -> int:
@@ -62,6 +67,10 @@ class Topology:
             raise TopologyError(f"node {node} is not in 0..{self.nodes - 1}.")
         return range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node)
 
+    def ranks_along(self, node_order: Sequence[int]) -> tuple[int, ...]:
+        """All ranks, node after node in `node_order`, ascending within a node."""
+        return tuple(rank for node in node_order for rank in self.ranks_of(node))
+
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not in 0..{self.world_size - 1}.")
@@ -74,12 +83,20 @@ def detect_topology(
     world_size: int,
     host_names: Sequence[str] | None,
     leaf_switches: Sequence[Sequence[str]] | None = None,
+    table_name: str = LEAF_KEY,
 ) -> Topology:
-    """The checked topology of a run; gpus_per_node and leaf_switches are the values of amsp.topology."""
-    if leaf_switches is not None and host_names is not None:
-        check_leaf_switches(leaf_switches, host_names)
-    rows = None if leaf_switches is None else tuple(tuple(row) for row in leaf_switches)
-    return Topology(world_size, detect_gpus_per_node(gpus_per_node, env, world_size, host_names), rows)
+    """The checked topology of a run; gpus_per_node and leaf_switches are the values of amsp.topology.
+
+    table_name: how errors call leaf_switches, for a table that comes from a file.
+    """
+    per_node = detect_gpus_per_node(gpus_per_node, env, world_size, host_names)
+    if leaf_switches is None:
+        return Topology(world_size, per_node)
+    if host_names is None:
+        raise TopologyError(f"{table_name} needs the host name of every rank.")
+    check_leaf_switches(leaf_switches, host_names, table_name)
+    leaf_of = {host: leaf for leaf, row in enumerate(leaf_switches) for host in row}
+    return Topology(world_size, per_node, tuple(leaf_of[host] for host in host_names[::per_node]))
 
 
 def detect_gpus_per_node(
@@ -115,15 +132,30 @@ def detect_gpus_per_node(
     return said[1]
 
 
-def check_leaf_switches(leaf_switches: Sequence[Sequence[str]], host_names: Sequence[str]) -> None:
-    """Every name must be a host of this run. Raises TopologyError with the nearest host otherwise."""
+def check_leaf_switches(
+    leaf_switches: Sequence[Sequence[str]], host_names: Sequence[str], table_name: str = LEAF_KEY
+) -> None:
+    """Every host of this run stands once under one switch, and nothing else does. Raises TopologyError."""
     hosts = sorted(set(host_names))
-    unknown = [name for row in leaf_switches for name in row if name not in hosts]
+    named = [name for row in leaf_switches for name in row]
+    unknown = [name for name in named if name not in hosts]
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], hosts, n=1, cutoff=0.0)[0]
         raise TopologyError(
-            f"amsp.topology.leaf_switches names {', '.join(unknown)}, which no rank runs on; "
+            f"{table_name} names {', '.join(unknown)}, which no rank runs on; "
             f"did you mean {nearest!r}? Hosts of this run: {', '.join(hosts)}."
+        )
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise TopologyError(f"{table_name} names {', '.join(twice)} more than once; a host is under one leaf switch.")
+    empty = [str(number) for number, row in enumerate(leaf_switches, start=1) if not row]
+    if empty:
+        raise TopologyError(f"{table_name} has no host in row {', '.join(empty)}; remove the row.")
+    missing = [host for host in hosts if host not in named]
+    if missing:
+        raise TopologyError(
+            f"{table_name} misses {', '.join(missing)}; put every host of this run under its leaf switch, or "
+            f"remove the key."
         )
 
 

@@ -21,6 +21,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("plan",),
     ("simulate",),
     ("topology",),
+    ("leaf_table",),
+    ("placement",),
     ("mesh",),
     ("comm",),
     ("profiler",),

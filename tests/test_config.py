@@ -265,7 +265,10 @@ class TestNumbers:
     def test_memory_limit_refused(self, value: Any) -> None:
         assert "GB" in problems_of_block({"memory_limit_gb": value})["amsp.memory_limit_gb"]
 
-    @pytest.mark.parametrize("value", ["a", ["a"], [[1]], [[""]], [["a"], ["b", "a"]], {}])
+    def test_leaf_switches_from_a_file(self) -> None:
+        assert read({"topology": {"leaf_switches": "switches"}}).topology.leaf_switches == "switches"
+
+    @pytest.mark.parametrize("value", [["a"], [[1]], [[""]], [["a"], ["b", "a"]], [["a"], []], "", {}])
     def test_leaf_switches_refused(self, value: Any) -> None:
         assert "amsp.topology.leaf_switches" in problems_of_block({"topology": {"leaf_switches": value}})
 

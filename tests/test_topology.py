@@ -146,10 +146,13 @@ class TestTopology:
 
     def test_detected(self) -> None:
         world = detect_topology(2, {"LOCAL_WORLD_SIZE": "4"}, 8, hosts(4, 4), [["a"], ["b"]])
-        assert world == Topology(8, 2, (("a",), ("b",)))
-        assert detect_topology(None, {}, 4, None, [["anything"]]).leaf_switches == (("anything",),)
-        assert detect_topology(None, {}, 4, None).leaf_switches is None
+        assert world == Topology(8, 2, (0, 0, 1, 1))
+        assert detect_topology(None, {}, 4, None).leaves is None
 
-    def test_unknown_host_under_a_switch(self) -> None:
-        with pytest.raises(TopologyError, match="names node3, which no rank runs on; did you mean 'node2'"):
-            detect_topology(None, {}, 2, ["node1", "node2"], [["node1", "node3"]])
+    def test_leaf_switches_need_host_names(self) -> None:
+        with pytest.raises(TopologyError, match="needs the host name of every rank"):
+            detect_topology(None, {}, 4, None, [["anything"]])
+
+    def test_a_leaf_switch_for_every_node(self) -> None:
+        with pytest.raises(TopologyError, match="1 leaf switches are given for 2 nodes"):
+            Topology(4, 2, (0,))

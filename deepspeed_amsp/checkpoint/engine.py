@@ -1,6 +1,6 @@
 """What of DeepSpeed's engine saves, loads and exports, for states that are cut by the plan.
 
-A checkpoint is for the plan and world size that wrote it.
+A checkpoint is for the plan, world size and node order that wrote it.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.module.load_state_dict(state, strict=False)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, for a checkpoint of the same plan and world size.
+        """As DeepSpeed's, for a checkpoint of the same plan, world size and node order.
 
         Raises:
-            LayoutError: on every rank, when the checkpoint was written by another plan or world size.
+            LayoutError: on every rank, when another plan, world size or node order wrote the checkpoint.
         """
         check_written_plan(load_dir, tag, self.amsp.plan)
         with self._unpartitioned():

@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.topology import LEAF_KEY
 
 PLAN_FILE = "amsp_plan.json"
 _MUST_MATCH = ("world_size", "data_parallel", "sharding")
@@ -46,6 +47,11 @@ def check_written_plan(load_dir: str, tag: str | None, plan: Plan) -> None:
             f"the checkpoint was written by plan {_factors(written)} and cannot be loaded by plan "
             f"{_factors(mine)}: run with the plan and world size that wrote it"
         )
+    if _nodes(written) != _nodes(mine):
+        raise LayoutError(
+            f"the checkpoint was written with the nodes in the order {_nodes(written)} and cannot be loaded with the "
+            f"order {_nodes(mine)}: run with the {LEAF_KEY} that wrote it, or on hosts that give the same order"
+        )
 
 
 def _latest_tag(load_dir: str) -> str | None:
@@ -54,6 +60,11 @@ def _latest_tag(load_dir: str) -> str | None:
         return None
     with open(path, encoding="utf-8") as file:
         return file.read().strip()
+
+
+def _nodes(fingerprint: Mapping[str, Any]) -> list[int]:
+    """The node order; plans that know none have that of the ranks."""
+    return list(fingerprint.get("node_order", range(fingerprint["data_parallel"][1])))
 
 
 def _factors(fingerprint: Mapping[str, Any]) -> str:

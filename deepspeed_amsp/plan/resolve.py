@@ -69,6 +69,7 @@ class Plan:
     prefetch_bytes: gathers are issued ahead of use until this many bytes are in flight, so one unit is
         always ahead, however large; 0 gathers on demand.
     keep_after_forward: "none", "all", or how many bytes of gathered parameters may stay for the backward.
+    node_order: nodes in the order in which the rank grid takes them; empty for that of the ranks.
     """
 
     sharding: Sharding
@@ -80,6 +81,7 @@ class Plan:
     bucket_bytes: int | None = None
     prefetch_bytes: int = 64 * MIB
     keep_after_forward: str | int = "none"
+    node_order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check types and ranges; the sharding has checked itself."""
@@ -93,6 +95,13 @@ class Plan:
         legal = kept in ("none", "all") if isinstance(kept, str) else kept >= 0
         if not legal:
             raise ValueError(f'keep_after_forward must be "none", "all" or a number of bytes, not {kept!r}.')
+        if self.node_order and sorted(self.node_order) != list(range(self.sharding.data_parallel.s1)):
+            raise ValueError(f"node_order must name each node once, not {list(self.node_order)}.")
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """All nodes, in the order in which the rank grid takes them."""
+        return self.node_order or tuple(range(self.sharding.data_parallel.s1))
 
     @property
     def kept_bytes(self) -> float:
@@ -116,6 +125,7 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             "prefetch_bytes": self.prefetch_bytes,
             "keep_after_forward": self.keep_after_forward,
+            "node_order": list(self.nodes),
         }
 
     def describe(self) -> str:
@@ -129,6 +139,8 @@ class Plan:
             f"overlap {self.overlap}",
             *extras,
         ]
+        if list(self.nodes) != sorted(self.nodes):
+            words.append(f"nodes in order {'-'.join(map(str, self.nodes))}")
         return ", ".join(words)
 
 
@@ -189,8 +201,6 @@ class NotBuilt(NotImplementedError):
 def refuse_not_built(block: AmspBlock) -> None:
     """Raises NotBuilt, naming every key of the block that would have no effect."""
     asked = {f"amsp.{key}": getattr(block, key) for key, only in NOT_BUILT.items() if getattr(block, key) != only}
-    if block.topology.leaf_switches is not None:
-        asked["amsp.topology.leaf_switches"] = [list(row) for row in block.topology.leaf_switches]
     if asked:
         listed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in asked.items())
         raise NotBuilt(f"this version does not do {listed} yet; remove it from the block")

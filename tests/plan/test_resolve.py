@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,6 +190,14 @@ class TestPlan:
         )
         assert str(Overlap(False, False, False, False)) == "none"
 
+    def test_node_order(self) -> None:
+        plan = make_plan(block(sharding="ddp"), 8, 2)
+        assert plan.nodes == (0, 1, 2, 3) and "order" not in plan.describe()
+        placed = replace(plan, node_order=(0, 2, 1, 3))
+        assert placed.nodes == (0, 2, 1, 3) == tuple(placed.fingerprint()["node_order"])
+        assert placed.describe().endswith("nodes in order 0-2-1-3")
+        assert plan.fingerprint() == replace(plan, node_order=(0, 1, 2, 3)).fingerprint()
+
     @pytest.mark.parametrize(("kept", "limit"), [("none", 0), ("all", math.inf), (0, 0), (7, 7)])
     def test_kept_bytes(self, kept: str | int, limit: float) -> None:
         assert Plan(preset("ddp", ShardFactor(1)), keep_after_forward=kept).kept_bytes == limit
@@ -200,6 +209,7 @@ class TestPlan:
             {"prefetch_bytes": -1},
             {"keep_after_forward": -1},
             {"keep_after_forward": "some"},
+            {"node_order": (1, 1)},
         ],
     )
     def test_ranges(self, bad: dict[str, Any]) -> None:
@@ -215,7 +225,6 @@ class TestPlan:
     ("changes", "named"),
     [
         ({"memory_limit_gb": 5, "profile": "p.json"}, 'amsp.memory_limit_gb = 5.0, amsp.profile = "p.json"'),
-        ({"topology": {"leaf_switches": [["a"]]}}, 'amsp.topology.leaf_switches = [["a"]]'),
     ],
 )
 def test_keys_without_an_effect_are_refused(changes: dict[str, Any], named: str) -> None:
