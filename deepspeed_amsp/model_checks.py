@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import nn
@@ -97,11 +98,18 @@ class ModuleTree:
 
     def _parameters(self) -> Iterator[tuple[nn.Parameter, str]]:
         for prefix, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             for name, param in dict.items(module._parameters):
                 if param is not None:
                     yield param, f"{prefix}.{name}" if prefix else name
 
 
 def _members(module: nn.Module) -> list[int]:
-    """What hangs at a module, by identity; past the watchers, since nothing is read."""
+    """What hangs at a module, by identity; past the watchers, since nothing is read.
+
+    A scripted module makes its Python side anew whenever it is asked, and cannot be changed anyway.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
     return [*map(id, module._modules.values()), *map(id, dict.values(module._parameters))]

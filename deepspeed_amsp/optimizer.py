@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from torch import nn
 
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
+from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
 from deepspeed_amsp.partition.buckets import bucket_layouts
 from deepspeed_amsp.partition.grads import BucketGradients
@@ -36,7 +36,7 @@ from deepspeed_amsp.verify import verify_replicas
 CHECKPOINT_FORMAT = 1
 
 
-class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
+class AMSPOptimizer(OptimizerSurface):
     """Owner-sharded optimizer with independent factors for P, G and OS.
 
     Args:
@@ -122,7 +122,7 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.publish_later = plan.overlap.publish
         """False waits for publishes in the step: compiled code reads parameters unseen."""
         self._skips = SkipReport(mesh.rank)
-        self._expose_what_deepspeed_reads(loss_scaler)
+        self.expose(loss_scaler, mesh.scalars.handle)
         self.access = StateAccess(self, mesh, comm)
 
     # ---- construction -------------------------------------------------------------------------------------
@@ -159,50 +159,6 @@ class AMSPOptimizer(ZeROOptimizer):  # type: ignore[misc]
             ],
             log_every_change=self.settings.log_order_changes,
         )
-
-    def _expose_what_deepspeed_reads(self, loss_scaler: Any) -> None:
-        """Attributes that the engine and the utilities duck-type on a ZeRO optimizer."""
-        self.overflow = False
-        self._global_grad_norm: Any = None
-        self.custom_loss_scaler = False
-        self.external_loss_scale: float | None = None
-        self.torch_autocast_gradscaler = None
-        self.loss_scaler = loss_scaler
-        self.dynamic_loss_scale = bool(loss_scaler.dynamic)
-        # One replica of the optimizer states: the engine saves what its ranks hold.
-        self.dp_process_group = self._mesh.scalars.handle
-
-    @property
-    def loss_scale(self) -> float:
-        """By how much the gradients are too large; a user's own scaler goes before ours."""
-        if self.custom_loss_scaler and self.external_loss_scale is not None:
-            return self.external_loss_scale
-        return float(self.loss_scaler.cur_scale)
-
-    @property
-    def cur_scale(self) -> float:
-        return self.loss_scale
-
-    def override_loss_scale(self, loss_scale: float) -> None:
-        """Scale the loss by the caller's value from now on."""
-        self.custom_loss_scaler = True
-        self.external_loss_scale = loss_scale
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
 
     # ---- backward -----------------------------------------------------------------------------------------
 

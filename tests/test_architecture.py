@@ -33,6 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("state_access",),
     ("settings",),
     ("skips",),
+    ("optimizer_surface",),
     ("optimizer",),
     ("runtime",),
     ("checkpoint",),

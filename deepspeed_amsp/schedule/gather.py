@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
 from deepspeed_amsp.partition.params import ShardedUnit, UnitState
-from deepspeed_amsp.schedule.order import UseOrder
+from deepspeed_amsp.schedule.order import Use, UseOrder
 
 
 class Gatherer:
@@ -52,14 +53,21 @@ class Gatherer:
         self.forward_order = UseOrder("forward", log_every_change)
         self.backward_order = UseOrder("backward", log_every_change)
 
-    def use(self, unit: ShardedUnit, backward: bool) -> None:
-        """Make ``unit`` readable now and prefetch what the recorded order says comes next."""
+    def use(self, unit: ShardedUnit, backward: bool, recomputed: bool = False) -> None:
+        """Make ``unit`` readable now and prefetch what the recorded order says comes next.
+
+        Forward: as many bytes as configured. Backward: one unit, since a longer run of gathers would hold up the
+        reductions; but when a checkpointed layer is recomputed the whole next layer, whose own recomputation will
+        want all of it at once (Section 3.4 of the paper).
+        """
         order = self.backward_order if backward else self.forward_order
-        order.use(unit.index)
+        order.use(Use(unit.index, recomputed))
         self._issue(unit)
         if self._overlap and self._prefetch_bytes:
-            # In backward a longer run of gathers would hold up the reductions, so one unit ahead it is.
-            self._prefetch(order, unit, 1 if backward else self._prefetch_bytes)
+            if recomputed:
+                self._prefetch(order.next_layer(), unit, math.inf)
+            else:
+                self._prefetch(order.upcoming(), unit, 1 if backward else self._prefetch_bytes)
         self._arrive(unit)
 
     @property
@@ -101,10 +109,10 @@ class Gatherer:
                 self._arrive(unit)
             self.free(unit)
 
-    def _prefetch(self, order: UseOrder, current: ShardedUnit, budget: int) -> None:
+    def _prefetch(self, coming: Sequence[Use], current: ShardedUnit, budget: float) -> None:
         """Issue gathers of coming units until ``budget`` bytes are ahead; one unit always is."""
         ahead = 0
-        for index in order.upcoming():
+        for index, _ in coming:
             if ahead >= budget:
                 return
             unit = self._units[index]

@@ -214,7 +214,7 @@ class Hooks:
             if not self._used_by_outer(unit):
                 self._frames[-1].borrowed.append(unit)
             if not unit.readable:
-                self._gatherer.use(unit, backward=in_backward())
+                self._gatherer.use(unit, in_backward(), recomputed=in_backward())
 
     def _on_list(self, param: nn.Parameter) -> None:
         if self._publisher.pending and id(param) in self._unit_of:
@@ -228,7 +228,7 @@ class Hooks:
         backward = in_backward()
         used = self._sharded_of.get(module, ())
         for unit in used:
-            self._gatherer.use(unit, backward)
+            self._gatherer.use(unit, backward, recomputed=backward)
         frozen = [unit for unit in used if not unit.trainable]
         if frozen and torch.is_grad_enabled():
             self._free_after_backward(frozen, (args, kwargs))

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from deepspeed.utils import logger
+
+
+class Use(NamedTuple):
+    """A unit is needed. ``recomputed``: by a forward inside the backward (activation checkpointing)."""
+
+    unit: int
+    recomputed: bool = False
 
 
 class UseOrder:
@@ -16,8 +25,8 @@ class UseOrder:
     def __init__(self, direction: str, log_every_change: bool = False) -> None:
         self._direction = direction
         self._log_every_change = log_every_change
-        self._record: list[int] = []
-        self._current: list[int] = []
+        self._record: list[Use] = []
+        self._current: list[Use] = []
         self._following = False
         self._warned = False
 
@@ -28,11 +37,11 @@ class UseOrder:
         self._current = []
         self._following = bool(self._record)
 
-    def use(self, unit: int) -> None:
-        """Unit ``unit`` is needed now."""
+    def use(self, use: Use) -> None:
+        """A unit is needed now."""
         position = len(self._current)
-        self._current.append(unit)
-        if self._following and (position >= len(self._record) or self._record[position] != unit):
+        self._current.append(use)
+        if self._following and (position >= len(self._record) or self._record[position] != use):
             self._following = False
             if not self._warned or self._log_every_change:
                 self._warned = True
@@ -41,6 +50,22 @@ class UseOrder:
                     f"parameters are gathered on demand until the order repeats"
                 )
 
-    def upcoming(self) -> list[int]:
-        """Units that follow in the record, nearest first; empty while recording or off the record."""
+    def upcoming(self) -> list[Use]:
+        """What follows in the record, nearest first; empty while recording or off the record."""
         return self._record[len(self._current) :] if self._following else []
+
+    def next_layer(self) -> list[Use]:
+        """What follows until the end of the next recomputation; this one's own rest included.
+
+        A layer's recomputation is a run of recomputed uses; its gradients are the uses up to the next run.
+        """
+        coming = self.upcoming()
+        end, runs = 0, 0
+        for position, use in enumerate(coming):
+            if use.recomputed and (position > 0 and not coming[position - 1].recomputed):
+                runs += 1
+            if runs > 1:
+                break
+            if use.recomputed:
+                end = position + 1
+        return coming[:end]

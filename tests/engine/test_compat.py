@@ -9,8 +9,10 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_amsp import compat
+from deepspeed_amsp.checkpoint.engine import CheckpointingEngine
 from deepspeed_amsp.engine import AMSPEngine
 from deepspeed_amsp.optimizer import AMSPOptimizer
+from deepspeed_amsp.optimizer_surface import OptimizerSurface
 
 
 def test_the_installed_versions_pass() -> None:
@@ -46,7 +48,9 @@ def test_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     ("ours", "theirs", "listed"),
     [
         (AMSPEngine, DeepSpeedEngine, compat.ENGINE_METHODS),
+        (CheckpointingEngine, DeepSpeedEngine, compat.ENGINE_METHODS),
         (AMSPOptimizer, ZeROOptimizer, compat.OPTIMIZER_METHODS),
+        (OptimizerSurface, ZeROOptimizer, compat.OPTIMIZER_METHODS),
     ],
 )
 def test_every_override_is_checked(ours: type, theirs: type, listed: tuple[str, ...]) -> None:
