@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
@@ -49,6 +50,7 @@ class Agreement:
         self._order: deque[str] = deque(maxlen=REMEMBERED)
         self._issued = 0
         self._hash = 0
+        self._late: deque[tuple[LateRead, tuple[int, list[str]]]] = deque()
 
     def used(self, name: str) -> None:
         """A gradient of parameter ``name`` has arrived on this rank."""
@@ -90,11 +92,26 @@ class Agreement:
         Raises:
             DivergenceError: on every rank, with the first action that differs and the ranks.
         """
-        hashes = values[len(self._index) :]
+        self._compare(values[len(self._index) :], (self._issued, list(self._order)))
+
+    def check_later(self, vector: torch.Tensor) -> None:
+        """Compare the orders once the device's values have come to the host by themselves, a step or so later."""
+        self._late.append((LateRead(vector[len(self._index) :]), (self._issued, list(self._order))))
+
+    def check_late(self) -> None:
+        """Compare what `check_later` was given and has come by now; as `check`, on all ranks at the same step.
+
+        The copy of a step is through when the next step ends, since that one was computed behind it.
+        """
+        while len(self._late) > 1 or (self._late and self._late[0][0].ready):
+            read, order = self._late.popleft()
+            self._compare(read.values(), order)
+
+    def _compare(self, hashes: Sequence[float], order: tuple[int, list[str]]) -> None:
         wrong = [group for group in range(self._groups) if hashes[2 * group] != -hashes[2 * group + 1]]
         if not wrong:
             return
-        orders = self._comm.all_gather_objects(self._world, (self._issued, list(self._order)))
+        orders = self._comm.all_gather_objects(self._world, order)
         members = range(wrong[0] * self._size, (wrong[0] + 1) * self._size)
         raise DivergenceError(
             _first_difference([orders[index] for index in members], [self._world.ranks[index] for index in members])
@@ -109,6 +126,24 @@ class Agreement:
         self._order.clear()
         self._issued = 0
         self._hash = 0
+
+
+class LateRead:
+    """Values of a device tensor [n] for the host, without making it wait for the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        accelerator = get_accelerator()
+        self._host = accelerator.pin_memory(torch.empty(tensor.shape, dtype=tensor.dtype))
+        self._host.copy_(tensor, non_blocking=True)
+        self._copied = accelerator.Event()
+        self._copied.record()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._copied.query())
+
+    def values(self) -> list[float]:
+        return list(self._host.tolist())
 
 
 def _first_difference(orders: Sequence[tuple[int, Sequence[str]]], ranks: Sequence[int]) -> str:
