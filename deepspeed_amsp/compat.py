@@ -30,6 +30,7 @@ ENGINE_METHODS = (
     "_scheduler_from_config",
     "_zero3_consolidated_16bit_state_dict",
     "allreduce_gradients",
+    "forward",
     "step",
     "bfloat16_enabled",
     "communication_data_type",

@@ -141,7 +141,6 @@ class AMSPEngine(CheckpointingEngine):
         self._broadcast_buffers()
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        self._tree.check()
         with self._unpartitioned():
             return super()._forward_prologue(inputs, kwargs)
 
@@ -226,12 +225,17 @@ class AMSPEngine(CheckpointingEngine):
         ours = self.scheduler_name() is None or hasattr(lr_schedules, self.scheduler_name())
         return super()._scheduler_from_config(optimizer if ours else self.basic_optimizer)
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's.
 
         Raises:
-            ModelChanged: parameters came or went since the engine was made.
+            ModelChanged: parameters came, went or thawed since the engine was made.
         """
+        self._tree.check()
+        return super().forward(*inputs, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; raises as `forward` does."""
         self._tree.check()
         return super().step(*args, **kwargs)
 

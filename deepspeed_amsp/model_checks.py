@@ -26,6 +26,13 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
     """Raises ConfigError for a model, or a model-parallel unit, that cannot be trained here."""
     if mpu is not None:
         raise refusal("amsp", "an mpu (model parallelism) cannot be used yet; pass mpu=None")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise refusal(
+                "amsp",
+                f"{name} has max_norm, which rewrites its weight in every forward; the optimizer's master would undo "
+                f"that. Build it without max_norm and normalise what it returns",
+            )
     if any(isinstance(module, MoE) for module in model.modules()):
         raise refusal("amsp", "deepspeed.moe.layer.MoE has experts of its own on every rank, which would be averaged")
     for name, param in model.named_parameters():
@@ -76,10 +83,18 @@ class ModuleTree:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = dict(self._parameters())
+        self._frozen = [param for param in self._names if not param.requires_grad]
         self._record()
 
     def check(self) -> None:
-        """Raises ModelChanged, with the names, when parameters came or went. Cheap while nothing changed."""
+        """Raises ModelChanged, with the names, when parameters came, went or thawed. Cheap while nothing changed."""
+        thawed = [self._names[param] for param in self._frozen if param.requires_grad]
+        if thawed:
+            raise ModelChanged(
+                f"{', '.join(thawed)} had requires_grad=False when the engine was made, so there is no optimizer state "
+                f"for it and it would not be trained. Leave it trainable until after deepspeed.initialize (to freeze "
+                f"and thaw it then is fine), or call engine.destroy() and initialize anew"
+            )
         if all(_members(module) == members for module, members in self._seen):
             return
         now = dict(self._parameters())
@@ -101,7 +116,8 @@ class ModuleTree:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, param in dict.items(module._parameters):
-                if param is not None:
+                # torch.func.functional_call puts plain tensors there for the time of a call.
+                if isinstance(param, nn.Parameter):
                     yield param, f"{prefix}.{name}" if prefix else name
 
 

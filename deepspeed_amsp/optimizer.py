@@ -16,7 +16,7 @@ from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
 from deepspeed_amsp.partition.buckets import bucket_layouts
 from deepspeed_amsp.partition.grads import BucketGradients
-from deepspeed_amsp.partition.layout import LayoutError, OwnerGrid
+from deepspeed_amsp.partition.layout import PADDING_LIMIT, LayoutError, OwnerGrid
 from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
@@ -83,6 +83,8 @@ class AMSPOptimizer(OptimizerSurface):
             settings.bucket_numel,
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,
+            # gloo sends sections of any length in one call.
+            padding_limit=1.0 if self.device.type == "cpu" else PADDING_LIMIT,
         )
         owner = mesh.owner
         self.states = OwnedStates(
@@ -215,8 +217,12 @@ class AMSPOptimizer(OptimizerSurface):
         if self._reducer.open:
             # A backward whose end nobody announced: the loss was not made by engine.forward.
             self.reduce_gradients()
+        elif self._reducer.held:
+            # Every backward of the window was inside no_sync.
+            self._reducer.reduce_staged()
         self._verify_replicas()
-        agreed, ticket = self._agreement.ask()
+        self._agreement.check_late()
+        agreed, ticket = self._agreement.ask(self._reducer.late())
         early = self._updates_on_arrival and bool(self.gradient_bytes)
         if not early:
             self._reducer.drain()
@@ -242,7 +248,11 @@ class AMSPOptimizer(OptimizerSurface):
         norm = None
         if not early and (settings.compute_norm or settings.check_overflow or settings.clip > 0):
             norm = self._update.norm() * scale
-        unused = self._read(agreed, norm)
+        unused, late = self._read(agreed, norm)
+        if any(late):
+            self._reducer.reduce_late(late)
+            norm = None if norm is None else self._update.norm() * scale
+            self.overflow = settings.check_overflow and norm is not None and not math.isfinite(norm.item())
         if not self.overflow:
             factor = torch.full((), scale, dtype=torch.float64, device=self._engine.device)
             if settings.clip > 0 and norm is not None:
@@ -259,23 +269,37 @@ class AMSPOptimizer(OptimizerSurface):
             self.loss_scaler.update_scale(self.overflow)
         return self.overflow
 
-    def _read(self, agreed: torch.Tensor, norm: torch.Tensor | None) -> set[str]:
-        """The one host read of a step: sets ``overflow``, compares the ranks, and returns the unused parameters.
+    def _read(self, agreed: torch.Tensor, norm: torch.Tensor | None) -> tuple[set[str], list[bool]]:
+        """The one host read of a step: sets ``overflow``, compares the ranks' orders, returns the unused parameters
+        and, by bucket, whether there are late gradients.
 
-        There is something to read if overflow is checked, if parameters are sharded (their order of gathers), or if
-        this rank owns a parameter that it had no gradient for.
+        There is something to read if overflow is checked, or if this rank owns a parameter that it had no gradient
+        for. With sharded parameters there always is, but on an accelerator that can wait for the next step.
+
+        Raises:
+            RuntimeError: gradients came late, and nothing that is read tells the other ranks.
         """
         check = self.settings.check_overflow and norm is not None
         skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
+        waits = self._agreement.has_order and self.device.type == "cpu"
         self.overflow = False
-        if not (check or skips or self._agreement.has_order):
-            return set()
+        if not (check or skips or waits):
+            if any(self._reducer.late()):
+                raise RuntimeError(
+                    "gradients arrived after their bucket had been sent: a block is recomputed several times in one "
+                    'backward. Set "amsp": {"overlap": {"all_reduce": false}}, checkpoint with use_reentrant=False, or '
+                    'leave "bf16": {"check_grad_overflow"} on'
+                )
+            if self._agreement.has_order:
+                self._agreement.check_later(agreed)
+            return set(), []
         first = norm if norm is not None else torch.zeros((), dtype=torch.float64, device=agreed.device)
         # Counts, flags and 32-bit hashes are exact in fp64, so one transfer carries everything.
         values = torch.cat([first.view(1), agreed.double()]).tolist()
         self._agreement.check(values[1:])
         self.overflow = check and not math.isfinite(values[0])
-        return self._agreement.unused(values[1:], self._owned_names) if skips else set()
+        unused = self._agreement.unused(values[1:], self._owned_names) if skips else set()
+        return unused, self._agreement.late(values[1:])
 
     @property
     def to_mean(self) -> float:

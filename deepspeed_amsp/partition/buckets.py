@@ -26,8 +26,9 @@ def bucket_layouts(
     *,
     whole_tensors: bool,
     uniform: bool,
+    padding_limit: float,
 ) -> list[BucketLayout]:
-    """Buckets in forward order, numbered through; the last three arguments are those of `build_buckets`.
+    """Buckets in forward order, numbered through; the last four arguments are those of `build_buckets`.
 
     Args:
         units: in forward order.
@@ -40,5 +41,12 @@ def bucket_layouts(
         by_dtype.setdefault(unit.dtype, []).append([piece for piece in pieces if piece.param.name in trainable])
     layouts: list[BucketLayout] = []
     for groups in by_dtype.values():
-        layouts += build_buckets(groups, owners, bucket_numel, whole_tensors=whole_tensors, uniform=uniform)
+        layouts += build_buckets(
+            groups,
+            owners,
+            bucket_numel,
+            whole_tensors=whole_tensors,
+            uniform=uniform,
+            padding_limit=padding_limit,
+        )
     return renumber(layouts)

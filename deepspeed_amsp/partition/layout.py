@@ -20,7 +20,7 @@ ALIGNMENT = 8
 """Elements to which parameters start inside a flat unit: 16 bytes in 16-bit, what vector loads want."""
 
 PADDING_LIMIT = 1.25
-"""Sections are padded to equal size (one ReduceScatter or AllGather) while that costs at most this factor."""
+"""On accelerators sections are padded to equal size (one ReduceScatter) while that costs at most this factor."""
 
 
 class LayoutError(ValueError):
@@ -242,6 +242,7 @@ def build_buckets(
     *,
     whole_tensors: bool = False,
     uniform: bool = False,
+    padding_limit: float = PADDING_LIMIT,
 ) -> list[BucketLayout]:
     """Cut pieces into buckets in forward order and give each piece an owner.
 
@@ -251,6 +252,7 @@ def build_buckets(
         bucket_numel: elements after which a bucket is closed; a larger unit has a bucket of its own.
         whole_tensors: never cut a tensor, because its optimizer needs it whole.
         uniform: pad sections to one length always (the ``all_gather`` publish mode needs it).
+        padding_limit: pad them also while that makes the bucket at most this factor larger.
 
     Owners are chosen largest piece first for the least loaded rank, with loads that persist over buckets;
     ties go to the lower rank. Buckets with the largest pieces choose first, whatever their place, so that the
@@ -270,7 +272,8 @@ def build_buckets(
     assigned: dict[int, list[int]] = {}
     for index in sorted(range(len(runs)), key=lambda i: (-max(piece.numel for piece in runs[i]), i)):
         assigned[index] = _assign(runs[index], loads)
-    return [_place(index, pieces, assigned[index], owners, uniform) for index, pieces in enumerate(runs)]
+    limit = math.inf if uniform else padding_limit
+    return [_place(index, pieces, assigned[index], owners, limit) for index, pieces in enumerate(runs)]
 
 
 def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:
@@ -303,14 +306,14 @@ def _place(
     pieces: Sequence[Piece],
     owner_of: Sequence[int],
     owners: OwnerGrid,
-    uniform: bool,
+    padding_limit: float,
 ) -> BucketLayout:
     units = tuple(dict.fromkeys(piece.unit for piece in pieces))
     used = [0] * owners.size
     for piece, owner in zip(pieces, owner_of, strict=True):
         used[owner] += piece.numel
     longest = max(used)
-    pad = uniform or longest * owners.size <= PADDING_LIMIT * sum(used)
+    pad = longest * owners.size <= padding_limit * sum(used)
     lengths = [longest] * owners.size if pad else used
     sections, cursor = [], 0
     for length in lengths:

@@ -193,6 +193,11 @@ class OwnedStates:
                 master.value.data.copy_(value)
 
     def _point_at(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        if len(groups) != len(self.optimizer.param_groups):
+            raise LayoutError(
+                f"the optimizer had {len(groups)} param_groups when the engine was made and has "
+                f"{len(self.optimizer.param_groups)} now; pass all groups to deepspeed.initialize"
+            )
         for group, members in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = list(members)
 

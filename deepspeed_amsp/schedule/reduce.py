@@ -230,6 +230,8 @@ class GradientReducer:
         """True from the first gradient of a backward until its end was announced."""
         self.hold = False
         """True inside no_sync: gradients are staged, nothing is sent."""
+        self.held = False
+        """True when backwards inside no_sync are all that there was since the last reduction."""
 
     def poll(self) -> None:
         """Give what is in flight the chance to go on; free where there is nothing to do."""
@@ -274,11 +276,12 @@ class GradientReducer:
         self._unit_pipeline.drain()
         if self.boundary or self._every_micro_batch:
             self._start_buckets(down_to=0)
-            self._start_late_buckets()
+            self.held = False
         self._reset_round()
 
     def close_held_round(self) -> None:
         """A backward inside no_sync is over: its gradients stay staged."""
+        self.held = True
         self._reset_round()
 
     def drain(self) -> None:
@@ -298,12 +301,30 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.clear()
         self._reduced_units.clear()
+        self.held = False
         self._reset_round()
 
     def reduce_staged(self) -> None:
         """The final reduction for loops that only now say that the window is over."""
         self._start_buckets(down_to=0, final=True)
+        self.held = False
         self._reset_round()
+
+    def late(self) -> list[bool]:
+        """By bucket, whether gradients came after it had been sent for the last time in this window.
+
+        A block that is recomputed twice in one backward (re-entrant checkpointing) hands its gradients over twice.
+        Ranks may differ in that, so it takes all of them to decide on `reduce_late`. Between micro-batches what is
+        late goes with the next one.
+        """
+        return [bucket.staged is not None for bucket in self._buckets]
+
+    def reduce_late(self, late: Sequence[bool]) -> None:
+        """Reduce what came late in these buckets on any rank. All ranks call it with the same."""
+        for index in reversed(range(len(self._buckets))):
+            if late[index]:
+                self._start_bucket(index, final=True)
+        self.drain()
 
     def _reduce_unit(self, index: int) -> None:
         self._reduced_units.add(index)
@@ -340,12 +361,6 @@ class GradientReducer:
         while self._next_bucket >= down_to:
             self._start_bucket(self._next_bucket, self.boundary if final is None else final)
             self._next_bucket -= 1
-
-    def _start_late_buckets(self) -> None:
-        """Gradients that came after their bucket had been sent (a module recomputed twice, say)."""
-        for index in reversed(range(len(self._buckets))):
-            if self._buckets[index].staged is not None:
-                self._start_bucket(index, self.boundary)
 
     def _start_bucket(self, index: int, final: bool) -> None:
         route, bucket = self._route, self._buckets[index]
