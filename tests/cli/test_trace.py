@@ -67,6 +67,7 @@ def script(folder: Path, text: str, ranks: tuple[int, ...] = (-1,)) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_under_the_launcher(tmp_path: Path) -> None:
     """Two ranks; the script would take 50 steps and is ended after the fourth, cleanly."""
     launcher = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), "--module", "deepspeed_amsp.cli.trace"]
