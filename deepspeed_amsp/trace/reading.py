@@ -14,7 +14,7 @@ from deepspeed_amsp.trace.recorder import Flight, Recorder
 if TYPE_CHECKING:
     from deepspeed_amsp.comm import LogEntry
 
-KINDS = ("gather", "param_reduce", "grad_reduce", "publish", "scalars")
+KINDS = ("gather", "param_reduce", "grad_reduce", "grad_gather", "publish", "scalars")
 """Kinds of communication, by the purpose of their group."""
 
 

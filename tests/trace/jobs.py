@@ -30,6 +30,8 @@ class Traced:
 
 
 def facts(engine: Any) -> list[Fact]:
+    if engine.amsp.plan.hierarchical:
+        engine.optimizer.wait_for_parameters()  # until then second stages of the step are still being issued
     return [(e.seq, e.op, e.purpose.value, e.label, e.bytes) for e in engine.amsp.comm.last_step]
 
 
