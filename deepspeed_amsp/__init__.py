@@ -2,16 +2,24 @@
 
 Importing it makes every later ``deepspeed.initialize`` return an `AMSPEngine` when the config holds an
 ``"amsp"`` block (arXiv 2311.00257 is the method).
+
+Importing it loads neither torch nor DeepSpeed: a command answers at once, and a script may still choose
+DeepSpeed's accelerator. The engine is installed when DeepSpeed is imported, or now if it has been.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from deepspeed_amsp.config import ConfigError
-from deepspeed_amsp.engine import AMSPEngine
-from deepspeed_amsp.install import initialize, install
-from deepspeed_amsp.optimizer import AMSPOptimizer
+from deepspeed_amsp.install import initialize, install, install_with_deepspeed
 from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.plan.factors import FactorError, ShardFactor, Sharding
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.topology import TopologyError
+
+if TYPE_CHECKING:
+    from deepspeed_amsp.engine import AMSPEngine
+    from deepspeed_amsp.optimizer import AMSPOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,4 +36,14 @@ __all__ = [
     "install",
 ]
 
-install()
+_HOMES = {"AMSPEngine": "deepspeed_amsp.engine", "AMSPOptimizer": "deepspeed_amsp.optimizer"}
+"""Public names whose modules need DeepSpeed: they are imported when somebody asks for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+install_with_deepspeed()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,14 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from deepspeed_amsp.mesh import Group, Purpose
+from deepspeed_amsp.trace.recorder import Flight, Recorder
 
 # torch 2.13 renamed the tensor collectives and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+_NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
 RUNNING_LOG = 100_000
 """Entries that are kept between two steps, so that an evaluation without end does not fill the host's memory."""
@@ -64,34 +67,52 @@ class Ticket:
     raises `CollectiveError` when the process group says that the collective failed.
     """
 
-    __slots__ = ("_entry", "_finish", "_keep", "_works")
+    __slots__ = ("_finish", "_flight", "_keep", "_works", "entry")
 
     def __init__(
-        self, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None, entry: LogEntry
+        self,
+        works: Sequence[Any],
+        keep: Sequence[Any],
+        finish: Callable[[], None] | None,
+        entry: LogEntry,
+        flight: Flight | None = None,
     ) -> None:
         self._works: list[Any] = list(works)
         self._keep: list[Any] = list(keep)
         self._finish = finish
-        self._entry = entry
+        self.entry = entry
+        self._flight = flight
+        """Set while somebody traces and nobody has waited."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once. A collective that failed is done, too; `wait` says so."""
         return all(work.is_completed() for work in self._works)
 
-    def wait(self) -> None:
+    def wait(self, aside: bool = False) -> None:
+        """Make the result readable.
+
+        Args:
+            aside: on a thread or a stream beside the one that computes, so that traces count nothing as exposed.
+        """
+        flight, self._flight = self._flight, None
+        begin = flight.stamp() if flight is not None else None
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            entry = self._entry
+            entry = self.entry
             raise CollectiveError(
                 f"{entry.op} of {entry.label} ({entry.purpose.value}) over ranks {list(entry.ranks)} did not complete: "
                 f"{error}. Another rank has died, or did not get to this point: with parameters sharded all ranks must "
                 f"run the same modules, the same number of batches and the same calls"
             ) from error
+        if flight is not None:
+            flight.waited(begin, aside)
         self._works.clear()
         finish, self._finish = self._finish, None
-        if finish is not None:
+        if finish is not None and flight is not None and not aside:
+            flight.finish(finish)
+        elif finish is not None:
             finish()
         self._keep.clear()
 
@@ -114,6 +135,8 @@ class Communicator:
     def __init__(self) -> None:
         self.observer: Callable[[LogEntry, float], None] | None = None
         """Told of every collective and its milliseconds; with one, each is waited for at once, as in DeepSpeed."""
+        self.recorder: Recorder | None = None
+        """Told when collectives are issued, land and are waited for; None unless somebody traces."""
         self._seq = itertools.count()
         self._running = new_log()
         self._last = new_log()
@@ -150,6 +173,21 @@ class Communicator:
     def mark_step(self) -> None:
         """Close the running log: a step ends when its updates have been issued for publishing."""
         self._last, self._running = self._running, new_log()
+        if self.recorder is not None:
+            self.recorder.step_ended()
+
+    def phase(self, name: str | None) -> None:
+        """For traces: the engine's forward, backward or step begins, or (None) ends."""
+        if self.recorder is not None:
+            self.recorder.phase(name)
+
+    def span(self, name: str, category: str) -> AbstractContextManager[None]:
+        """For traces: the block is a slice of computation."""
+        return _NOT_RECORDED if self.recorder is None else self.recorder.span(name, category)
+
+    def blocked(self, entry: LogEntry) -> AbstractContextManager[None]:
+        """For traces: in the block the computation stands still until somebody else has waited for ``entry``."""
+        return _NOT_RECORDED if self.recorder is None else self.recorder.blocked(entry)
 
     def all_gather(self, group: Group, shard: torch.Tensor, full: torch.Tensor, label: str) -> Ticket:
         """``full`` [size * n] becomes the concatenation of every rank's ``shard`` [n], by group index."""
@@ -230,7 +268,11 @@ class Communicator:
     def _ticket(
         self, entry: LogEntry, works: Sequence[Any], keep: Sequence[Any], finish: Callable[[], None] | None = None
     ) -> Ticket:
-        ticket = Ticket(works, keep, finish, entry)
+        flight = None
+        if self.recorder is not None:
+            # What a helper issues for a step that has ended meanwhile still belongs to that step.
+            flight = self.recorder.launched(entry, works, late=self.log is not self._running)
+        ticket = Ticket(works, keep, finish, entry, flight)
         if self.observer is not None:
             start = time.perf_counter()
             ticket.wait()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import deepspeed
-import torch
-from deepspeed.runtime import base_optimizer, engine
 from packaging.version import Version
 
 DEEPSPEED_RANGE = (Version("0.19.5"), Version("0.20"))
 TORCH_AT_LEAST = Version("2.7")
 
 ENGINE_METHODS = (
+    "_backward_epilogue",
+    "_backward_prologue",
     "_broadcast_model",
     "_configure_checkpointing",
     "_configure_distributed_model",
@@ -52,6 +51,7 @@ ENGINE_METHODS = (
     "save_16bit_model",
     "save_checkpoint",
     "scheduler_name",
+    "step",
     "zero_allow_untested_optimizer",
     "zero_grad",
     "zero_optimization_partition_gradients",
@@ -86,6 +86,11 @@ def check() -> None:
     Raises:
         IncompatibleVersion: names the version, or the names that are missing.
     """
+    # Here and not above: this runs at the end of DeepSpeed's import (see install.py).
+    import deepspeed
+    import torch
+    from deepspeed.runtime import base_optimizer, engine
+
     low, high = DEEPSPEED_RANGE
     found = Version(Version(deepspeed.__version__).base_version)
     if not low <= found < high:

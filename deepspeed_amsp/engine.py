@@ -81,6 +81,7 @@ class AMSPEngine(CheckpointingEngine):
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
             for line in preflight_warnings(config_class._param_dict, config_class.gradient_clipping):
                 logger.warning(f"amsp: {line}")
+        self.amsp.ready(self.module, lambda: is_compiled(self.module))
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -141,12 +142,22 @@ class AMSPEngine(CheckpointingEngine):
         self._broadcast_buffers()
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        self.amsp.comm.phase("forward")
         with self._unpartitioned():
             return super()._forward_prologue(inputs, kwargs)
 
     def _forward_epilogue(self) -> None:
         with self._unpartitioned():
             super()._forward_epilogue()
+        self.amsp.comm.phase(None)
+
+    def _backward_prologue(self) -> None:
+        self.amsp.comm.phase("backward")
+        super()._backward_prologue()
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        self.amsp.comm.phase(None)
 
     # ---- optimizer ----------------------------------------------------------------------------------------
 
@@ -237,7 +248,11 @@ class AMSPEngine(CheckpointingEngine):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; raises as `forward` does."""
         self._tree.check()
-        return super().step(*args, **kwargs)
+        self.amsp.comm.phase("step")
+        result = super().step(*args, **kwargs)
+        self.amsp.comm.phase(None)
+        self.amsp.step_over()
+        return result
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """End of a backward: what the hooks left over is sent. The bucket size is the plan's."""

@@ -1,21 +1,59 @@
-"""Taking over ``deepspeed.initialize``: the config decides which engine it makes."""
+"""Taking over ``deepspeed.initialize``: the config decides which engine it makes.
+
+Nothing here, nor what is imported at the top, imports DeepSpeed: `install` runs at the end of DeepSpeed's own
+import, which any module of this package may have asked for.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
-import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
-
-from deepspeed_amsp import compat
 from deepspeed_amsp.config import is_missing_file, load_config, preflight, read_block
-from deepspeed_amsp.engine import AMSPEngine
-from deepspeed_amsp.model_checks import refusal
-from deepspeed_amsp.optimizer import AMSPOptimizer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from deepspeed_amsp.engine import AMSPEngine
+    from deepspeed_amsp.optimizer import AMSPOptimizer
+
+
+def install_with_deepspeed() -> None:
+    """`install` now if DeepSpeed has been imported, else as soon as it is."""
+    if "deepspeed" in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, _AfterDeepSpeed())
+
+
+class _AfterDeepSpeed(MetaPathFinder):
+    """Finds DeepSpeed as anybody would, and installs the engine when its import is over."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != "deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_install(module: Any) -> None:
+            try:
+                execute(module)
+                install()
+            except BaseException:
+                sys.meta_path.insert(0, self)  # whoever tries again gets the engine, too
+                raise
+
+        spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
 
 
 def install() -> None:
@@ -23,6 +61,12 @@ def install() -> None:
 
     Idempotent. DeepSpeedEngine itself is extended, so scripts that bound ``initialize`` early get it, too.
     """
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from deepspeed_amsp import compat
+
     if getattr(DeepSpeedEngine, "_amsp_installed", False):
         return
     compat.check()
@@ -33,19 +77,30 @@ def install() -> None:
 
 
 def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     config_class = kwargs.get("config_class")
     wanted = config_class is not None and read_block(config_class._param_dict) is not None
-    if wanted and cls is not DeepSpeedEngine and not issubclass(cls, AMSPEngine):
+    if not wanted:
+        return object.__new__(cls)
+    from deepspeed_amsp.engine import AMSPEngine
+    from deepspeed_amsp.model_checks import refusal
+
+    if cls is DeepSpeedEngine:
+        return object.__new__(AMSPEngine)
+    if not issubclass(cls, AMSPEngine):
         raise refusal(
             "amsp",
             f"the block cannot be used with DeepSpeed's {cls.__name__}: pass a plain nn.Module instead of a "
             f"PipelineModule and switch the hybrid engine off, or remove the block",
         )
-    return object.__new__(AMSPEngine if wanted and cls is DeepSpeedEngine else cls)
+    return object.__new__(cls)
 
 
 def _check_before(config_class: type[DeepSpeedConfig]) -> None:
     """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
+    import torch.distributed as dist
+
     original = config_class.__init__
 
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +132,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, An
     Raises:
         ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO.
     """
+    import deepspeed
+
+    from deepspeed_amsp.engine import AMSPEngine
+    from deepspeed_amsp.model_checks import refusal
+
     install()
     engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
     if not isinstance(engine, AMSPEngine):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from deepspeed.comm.comm import comms_logger
+from torch import nn
 
 from deepspeed_amsp.comm import Communicator, LogEntry
 from deepspeed_amsp.mesh import Mesh
@@ -15,6 +18,7 @@ from deepspeed_amsp.partition.accounting import Bytes
 from deepspeed_amsp.partition.params import Unit
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.topology import Topology
+from deepspeed_amsp.trace.session import Session, requests
 
 
 class Runtime:
@@ -27,6 +31,13 @@ class Runtime:
         self.comm = Communicator()
         self.units: list[Unit] = []
         self.optimizer: AMSPOptimizer | None = None
+
+    def ready(self, model: nn.Module, compiled: Callable[[], bool]) -> None:
+        """The engine is complete. ``compiled`` says whether torch.compile was applied by now."""
+        self._model = model
+        self._compiled = compiled
+        for request in requests:
+            request.begin(self, model, forwards=not compiled())
 
     def memory_report(self) -> dict[str, Bytes]:
         """Bytes on this rank by "P", "G", "master" and "moments", held and by formula with true owner loads.
@@ -60,6 +71,30 @@ class Runtime:
             {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
             for kind, purpose in counts
         ]
+
+    @contextmanager
+    def tracing(self, path: str | Path) -> Iterator[Session]:
+        """Record what runs inside the block, on all ranks, and write it to ``path`` for Perfetto (ui.perfetto.dev).
+
+        The session's ``outcome`` is there when the block is over. The publishes of the last step show where
+        they are waited for only when the block ends after the next forward. Nothing is written when it raises.
+
+        Raises:
+            RuntimeError: this engine is being traced already.
+            OSError: the file cannot be written.
+        """
+        session = Session(self, self._model, Path(path), first=1, last=None, forwards=not self._compiled())
+        try:
+            yield session
+        except BaseException:
+            session.detach()
+            raise
+        session.close()
+
+    def step_over(self) -> None:
+        """``engine.step()`` is over: the end of a trace that was asked for from outside the script."""
+        for request in requests:
+            request.step_over(self)
 
 
 def communication_logger() -> Callable[[LogEntry, float], None] | None:

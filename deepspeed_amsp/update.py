@@ -68,9 +68,10 @@ class OwnerUpdate:
         """
         buckets = range(len(self._gradients))
         if not self._states.stepwise:
-            for index in buckets:
-                self._load(index, scale, unused)
-            self._states.step_all()
+            with self._comm.span("update", "update"):
+                for index in buckets:
+                    self._load(index, scale, unused)
+                self._states.step_all()
         if arrival is not None:
             for index in reversed(buckets):
                 arrival(index)
@@ -86,8 +87,9 @@ class OwnerUpdate:
             self._publisher.wait_all()
 
     def _step(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
-        self._load(index, scale, unused)
-        self._states.step_bucket(index)
+        with self._comm.span(f"update {self._gradients[index].layout.label}", "update"):
+            self._load(index, scale, unused)
+            self._states.step_bucket(index)
 
     def gradient_of(self, index: int, master: Master) -> torch.Tensor:
         """The summed gradient of an owned piece, flat, in the accumulation dtype; zeros if no backward ran."""

@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("leaf_table",),
     ("placement",),
     ("mesh",),
+    ("trace",),
     ("comm",),
     ("profiler",),
     ("partition",),
@@ -116,9 +117,9 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
         ),
         (
             "registers hooks",
-            r"\.register_(forward|full_backward|post_accumulate|state_dict|load_state)\w*\("
+            r"\bregister_(forward|full_backward|module|post_accumulate|state_dict|load_state)\w*\("
             r"|\.register_hook\(|_parameters = ",
-            {"schedule/hooks.py"},
+            {"schedule/hooks.py", "trace/modules.py"},
         ),
         (
             "knows the engine's internals",
@@ -126,7 +127,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             {"engine.py", "checkpoint/engine.py", "compat.py", "install.py"},
         ),
         ("talks to torch.cuda", r"torch\.cuda", set()),
-        ("synchronises the host in the hot path", r"\.synchronize\(|record_stream", set()),
+        ("synchronises the host in the hot path", r"\.synchronize\(|record_stream", {"trace/clock.py"}),
         ("reads a tensor on the host", r"\.item\(\)", {"optimizer.py"}),
         ("reads the ds_config", r"_param_dict", {"engine.py", "install.py"}),
         ("swallows exceptions", r"except[^:]*:\s*pass", set()),

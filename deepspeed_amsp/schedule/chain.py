@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class DirectChain:
         tickets: list[Ticket] = []
         for following in stages:
             for ticket in tickets:
-                ticket.wait()
+                ticket.wait(aside=True)
             tickets = following
         return tickets
 
@@ -97,7 +98,8 @@ class ThreadChain:
         job = self._jobs.pop(key, None)
         if job is None:
             return
-        job.issued.wait()
+        with self._comm.blocked(job.tickets[0].entry) if job.tickets else nullcontext():
+            job.issued.wait()
         if job.error is not None:
             raise job.error
         for ticket in job.tickets:
@@ -121,7 +123,7 @@ class ThreadChain:
         """Every stage but the first, each when the one before has arrived; the last one is the reader's to wait for."""
         for _ in range(STAGES - 1):
             for ticket in job.tickets:
-                ticket.wait()
+                ticket.wait(aside=True)
             job.tickets = next(job.stages)
 
 

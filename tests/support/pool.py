@@ -52,6 +52,7 @@ _PRELOADED = (
     "torch._dynamo",
     "torch._inductor",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed_amsp.engine",
 )
 
 

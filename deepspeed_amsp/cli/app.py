@@ -1,0 +1,26 @@
+"""The console script ``amsp``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deepspeed_amsp.cli.options import LOCAL_RANK
+from deepspeed_amsp.cli.trace import CONTEXT, trace
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def amsp(ctx: typer.Context, local_rank: Annotated[int | None, LOCAL_RANK] = None) -> None:
+    """Tools of deepspeed_amsp."""
+    ctx.obj = local_rank
+
+
+app.command(context_settings=CONTEXT)(trace)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
