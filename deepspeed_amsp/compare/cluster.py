@@ -284,13 +284,22 @@ def remove_stale() -> list[str]:
     removed = []
     for name in sorted(os.listdir(_NAMESPACES)) if _NAMESPACES.is_dir() else []:
         match = _OWNED.fullmatch(name)
-        if match and not Path("/proc", match[1]).exists():
+        if match and not _alive(match[1]):
             _delete(name)
             removed.append(name)
     return removed
 
 
 _INSTEAD = "Without it, ranks can run on the plain loopback interface (loopback_cluster): same results, no slow links."
+
+
+def _alive(pid: str) -> bool:
+    """Whether a process runs; a zombie, which nobody has reaped yet, does not."""
+    try:
+        stat = Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def host_name(node: int) -> str:
