@@ -48,7 +48,7 @@ class Measured:
 
     row: Row
     seconds: dict[int, float] = field(default_factory=dict)
-    phases: list[Phases] = field(default_factory=list)
+    phases: dict[int, Phases] = field(default_factory=dict)
     sent: dict[str, float] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
     cpu_s: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Measured:
             self.refused = result["refused"]
             return
         self.seconds[result["round"]] = median(result["durations"])
-        self.phases.append(Phases(*result["phases"]))
+        self.phases[result["round"]] = Phases(*result["phases"])
         self.sent = {link: sent / result["steps"] for link, sent in result["sent"].items()}
         self.digests.add(result["digest"])
         self.cpu_s.append(result["cpu_s"])
@@ -72,7 +72,7 @@ class Measured:
     @property
     def typical(self) -> Phases:
         """Medians over the rounds."""
-        return Phases(*(median(part) for part in zip(*(phases.parts for phases in self.phases), strict=True)))
+        return Phases(*(median(part) for part in zip(*(phases.parts for phases in self.phases.values()), strict=True)))
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
@@ -138,16 +138,20 @@ def mark_wrong(measured: Iterable[Measured]) -> dict[int, str]:
     return verdicts
 
 
-def phases_of(measured: Sequence[Measured], nic: float, micro_batches: int) -> Phases | None:
-    """The run's own times without communication, at this NIC rate (one launch is one rate)."""
-    for one in measured:
-        if one.row.factors is None and one.row.nic_mbit == nic and one.row.micro_batches == micro_batches:
-            return one.typical if one.phases else None
-    return None
+def plain_of(measured: Sequence[Measured], row: Row) -> Measured | None:
+    """The row without communication that ran beside ``row`` (one launch is one NIC rate)."""
+    return find(measured, factors=None, nic_mbit=row.nic_mbit, micro_batches=row.micro_batches)
+
+
+def over_floor(one: Measured, plain: Measured) -> list[float]:
+    """Seconds a step over max(computation, communication that cannot be avoided), both of the same round."""
+    return [seconds / one.row.floor_s(plain.phases[number]) for number, seconds in one.seconds.items()]
 
 
 def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
     """All rows of one NIC rate. fwd, bwd: a micro-batch's ms on the host; update: the step's, after backward.
+    floor s: max(computation, communication that cannot be avoided), from this run's own row without
+    communication; by phase s: the same when what travels under one phase cannot hide under another.
     CPU s: of a rank and step, all its threads. MB out: from a node to the other, per step."""
     between = f"{lo:g} Mbit/s" if lo else "unlimited"
     table = Table(
@@ -170,10 +174,11 @@ def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
         words += [spread([*one.seconds.values()]), *(f"{1e3 * part:.0f}" for part in one.typical.parts)]
         words.append(f"{median(one.cpu_s):.2f}")
         words.append(f"{one.sent['e0'] / 1e6:.1f} ({theory / 1e6:.1f})")
-        compute = phases_of(measured, nic, row.micro_batches)
-        if row.factors is not None and compute is not None:
-            floor = row.floor_s(compute)
-            words += [f"{floor:.3f}", f"{one.median_s / floor:.3f}", f"{row.floor_by_phase_s(compute):.3f}"]
+        plain = plain_of(measured, row)
+        if row.factors is not None and plain is not None:
+            compute = plain.typical
+            words.append(f"{row.floor_s(compute):.3f}")
+            words += [f"{median(over_floor(one, plain)):.3f}", f"{row.floor_by_phase_s(compute):.3f}"]
         else:
             words += ["", "", ""]
         table.add_row(*words, verdicts.get(id(one), ""))
@@ -205,11 +210,9 @@ def findings(measured: Sequence[Measured], args: argparse.Namespace) -> Table:
         if on and off:
             line(f"{on.row.plan}: all off / all on, M=1", ratios(off, on), goal)
     on = find(measured, factors=IN_NODE, micro_batches=1, nic_mbit=args.nic, overlap="full")
-    compute = phases_of(measured, args.nic, 1)
-    if on and compute:
-        floor = on.row.floor_s(compute)
-        times = [seconds / floor for seconds in on.seconds.values()]
-        line(f"{on.row.plan}: step / max(compute, communication)", times, 1.12, at_least=False)
+    plain = plain_of(measured, on.row) if on else None
+    if on and plain:
+        line(f"{on.row.plan}: step / max(compute, communication)", over_floor(on, plain), 1.12, at_least=False)
     one = find(measured, factors=IN_NODE, nic_mbit=args.slow_nic, micro_batches=1)
     two = find(measured, factors=ACROSS, nic_mbit=args.slow_nic, hierarchical=True)
     if one and two:
@@ -287,6 +290,9 @@ def main() -> int:
     except ClusterUnavailable as error:
         console.print(f"[red]{error}[/]")
         return 2
+    except KeyboardInterrupt:
+        console.print("interrupted; the cluster and its ranks are gone")
+        return 130
     for nic in dict.fromkeys(row.nic_mbit for row in rows):
         console.print(table_of(measured, nic, args.lo))
     console.print(table_v(measured, args))
