@@ -23,6 +23,7 @@ from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import read_zero_settings
 from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
+from deepspeed_amsp.mesh import launch_order_warning
 from deepspeed_amsp.model_checks import FREED, ModuleTree, is_compiled, refusal, refuse_config, refuse_model
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import materialise
@@ -79,7 +80,9 @@ class AMSPEngine(CheckpointingEngine):
         self.amsp.comm.observer = communication_logger()
         if dist.get_rank() == 0:
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
-            for line in preflight_warnings(config_class._param_dict, config_class.gradient_clipping):
+            lines = preflight_warnings(config_class._param_dict, config_class.gradient_clipping)
+            order = launch_order_warning(torch.device(self.device).type, plan.merge_communicators, os.environ)
+            for line in [*lines, *([order] if order else [])]:
                 logger.warning(f"amsp: {line}")
         self.amsp.ready(self.module, lambda: is_compiled(self.module))
 

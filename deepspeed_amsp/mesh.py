@@ -10,7 +10,7 @@ same communicator; ``merge_communicators`` shares them between purposes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -270,6 +270,17 @@ def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup
             f"leaf switch in the hostfile or removing the key helps, too."
         )
     return dist.new_group(ranks, timeout=timeout, backend=GROUP_BACKEND, sort_ranks=False)
+
+
+def launch_order_warning(device_type: str, merged: bool, env: Mapping[str, str]) -> str | None:
+    """What to say about NCCL with several communicators on one device: without an implicit launch order, kernels of
+    different communicators may be launched in another order on another rank, and block each other."""
+    if device_type != "cuda" or merged or env.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0"):
+        return None
+    return (
+        'several communicators are used side by side: set NCCL_LAUNCH_ORDER_IMPLICIT=1, or "merge_communicators": true '
+        "in the amsp block, if ranks ever hang in a collective"
+    )
 
 
 def _default_timeout() -> timedelta | None:

@@ -35,6 +35,9 @@ from deepspeed_amsp.verify import verify_replicas
 
 CHECKPOINT_FORMAT = 1
 
+HOST_DEVICES = ("cpu",)
+"""Where reading a tensor waits for nothing."""
+
 
 class AMSPOptimizer(OptimizerSurface):
     """Owner-sharded optimizer with independent factors for P, G and OS.
@@ -249,7 +252,7 @@ class AMSPOptimizer(OptimizerSurface):
         if not early and (settings.compute_norm or settings.check_overflow or settings.clip > 0):
             norm = self._update.norm() * scale
         unused, late = self._read(agreed, norm)
-        if any(late):
+        if late:
             self._reducer.reduce_late(late)
             norm = None if norm is None else self._update.norm() * scale
             self.overflow = settings.check_overflow and norm is not None and not math.isfinite(norm.item())
@@ -269,9 +272,9 @@ class AMSPOptimizer(OptimizerSurface):
             self.loss_scaler.update_scale(self.overflow)
         return self.overflow
 
-    def _read(self, agreed: torch.Tensor, norm: torch.Tensor | None) -> tuple[set[str], list[bool]]:
+    def _read(self, agreed: torch.Tensor, norm: torch.Tensor | None) -> tuple[set[str], set[str]]:
         """The one host read of a step: sets ``overflow``, compares the ranks' orders, returns the unused parameters
-        and, by bucket, whether there are late gradients.
+        and those with late gradients.
 
         There is something to read if overflow is checked, or if this rank owns a parameter that it had no gradient
         for. With sharded parameters there always is, but on an accelerator that can wait for the next step.
@@ -281,10 +284,10 @@ class AMSPOptimizer(OptimizerSurface):
         """
         check = self.settings.check_overflow and norm is not None
         skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
-        waits = self._agreement.has_order and self.device.type == "cpu"
+        waits = self._agreement.has_order and self.device.type in HOST_DEVICES
         self.overflow = False
         if not (check or skips or waits):
-            if any(self._reducer.late()):
+            if self._reducer.late():
                 raise RuntimeError(
                     "gradients arrived after their bucket had been sent: a block is recomputed several times in one "
                     'backward. Set "amsp": {"overlap": {"all_reduce": false}}, checkpoint with use_reentrant=False, or '
@@ -292,7 +295,7 @@ class AMSPOptimizer(OptimizerSurface):
                 )
             if self._agreement.has_order:
                 self._agreement.check_later(agreed)
-            return set(), []
+            return set(), set()
         first = norm if norm is not None else torch.zeros((), dtype=torch.float64, device=agreed.device)
         # Counts, flags and 32-bit hashes are exact in fp64, so one transfer carries everything.
         values = torch.cat([first.view(1), agreed.double()]).tolist()

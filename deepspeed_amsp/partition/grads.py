@@ -63,6 +63,12 @@ class BucketGradients:
             target.copy_(gradient)
             self._written.add(slot.offset)
 
+    def staged_names(self) -> set[str]:
+        """Parameters that ``staged`` holds a gradient for."""
+        if not self._written:
+            return set()
+        return {slot.piece.param.name for slot in self.layout.slots if slot.offset in self._written}
+
     def take_staged(self) -> torch.Tensor:
         """Hand over the staged buffer, zero where no gradient was staged. The bucket forgets it."""
         staged = self.staged

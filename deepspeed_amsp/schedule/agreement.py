@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,6 +19,10 @@ _UNSAID = -(2**62)
 """What a rank says about other groups' orders; every rank's own hash is larger."""
 
 
+_USED, _LATE = 1, 2
+"""Flags of a parameter; the largest of all ranks counts, 0 is unused."""
+
+
 class DivergenceError(RuntimeError):
     """Ranks ran different modules, so that their collectives over the ``param`` axis do not belong together."""
 
@@ -26,11 +30,11 @@ class DivergenceError(RuntimeError):
 class Agreement:
     """One small AllReduce a step over all ranks, issued before the gradients are waited for.
 
-    It carries, per trainable parameter, whether any rank had a gradient for it in this window, per bucket, whether
-    any rank's gradients came too late for it (see `GradientReducer.late`), and (s_p > 1) per ``param`` group a hash
-    of the order in which units were gathered and reduced, as (h, -h), whose maxima only cancel where all ranks of
-    the group have the same. A gather that meets another unit of the same size would else mix their values in
-    silence. Groups may differ from each other: they share no such collective.
+    It carries, per trainable parameter, whether any rank had a gradient for it in this window, and one that came too
+    late (see `GradientReducer.late`), and (s_p > 1) per ``param`` group a hash of the order in which units were
+    gathered and reduced, as (h, -h), whose maxima only cancel where all ranks of the group have the same. A gather
+    that meets another unit of the same size would else mix their values in silence. Groups may differ from each
+    other: they share no such collective.
 
     Args:
         names: all trainable parameters, in the same order on every rank.
@@ -51,7 +55,6 @@ class Agreement:
         self._order: deque[str] = deque(maxlen=REMEMBERED)
         self._issued = 0
         self._hash = 0
-        self._buckets = 0
         self._late: deque[tuple[LateRead, tuple[int, list[str]]]] = deque()
 
     def used(self, name: str) -> None:
@@ -65,16 +68,17 @@ class Agreement:
             self._issued += 1
             self._hash = zlib.crc32(action.encode(), self._hash)
 
-    def ask(self, late: Sequence[bool]) -> tuple[torch.Tensor, Ticket | None]:
+    def ask(self, late: Collection[str]) -> tuple[torch.Tensor, Ticket | None]:
         """Issue the exchange; `check`, `unused` and `late` take its values, once somebody has read them."""
         flags = [0] * len(self._index)
         for name in self._used:
-            flags[self._index[name]] = 1
+            flags[self._index[name]] = _USED
+        for name in late:
+            flags[self._index[name]] = _LATE
         hashes = [_UNSAID, _UNSAID] * self._groups
         if hashes:
             hashes[2 * self._mine : 2 * self._mine + 2] = [self._hash, -self._hash]
-        self._buckets = len(late)
-        vector = torch.tensor([*flags, *late, *hashes], dtype=torch.int64, device=self._device)
+        vector = torch.tensor([*flags, *hashes], dtype=torch.int64, device=self._device)
         ticket = None
         if self._world.size > 1 and vector.numel():
             ticket = self._comm.all_reduce(self._world, vector, "agreement", largest=True)
@@ -85,13 +89,9 @@ class Agreement:
         """Whether there is an order of gathers to compare."""
         return self._groups > 0
 
-    @property
-    def _start_of_hashes(self) -> int:
-        return len(self._index) + self._buckets
-
-    def late(self, values: Sequence[float]) -> list[bool]:
-        """By bucket, whether any rank has something for `GradientReducer.reduce_late`."""
-        return [bool(value) for value in values[len(self._index) : self._start_of_hashes]]
+    def late(self, values: Sequence[float]) -> set[str]:
+        """Parameters of which some rank has a gradient that came too late."""
+        return {name for name, index in self._index.items() if values[index] == _LATE}
 
     def must_read(self, owned: Sequence[str]) -> bool:
         """Whether this rank must know what the others used: it had itself no gradient for something that it owns."""
@@ -103,11 +103,11 @@ class Agreement:
         Raises:
             DivergenceError: on every rank, with the first action that differs and the ranks.
         """
-        self._compare(values[self._start_of_hashes :], (self._issued, list(self._order)))
+        self._compare(values[len(self._index) :], (self._issued, list(self._order)))
 
     def check_later(self, vector: torch.Tensor) -> None:
         """Compare the orders once the device's values have come to the host by themselves, a step or so later."""
-        self._late.append((LateRead(vector[self._start_of_hashes :]), (self._issued, list(self._order))))
+        self._late.append((LateRead(vector[len(self._index) :]), (self._issued, list(self._order))))
 
     def check_late(self) -> None:
         """Compare what `check_later` was given and has come by now; as `check`, on all ranks at the same step.

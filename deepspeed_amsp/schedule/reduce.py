@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 import torch
 
@@ -310,20 +310,20 @@ class GradientReducer:
         self.held = False
         self._reset_round()
 
-    def late(self) -> list[bool]:
-        """By bucket, whether gradients came after it had been sent for the last time in this window.
+    def late(self) -> set[str]:
+        """Parameters whose gradients came after their bucket had been sent for the last time in this window.
 
         A block that is recomputed twice in one backward (re-entrant checkpointing) hands its gradients over twice.
         Ranks may differ in that, so it takes all of them to decide on `reduce_late`. Between micro-batches what is
         late goes with the next one.
         """
-        return [bucket.staged is not None for bucket in self._buckets]
+        return {name for bucket in self._buckets for name in bucket.staged_names()}
 
-    def reduce_late(self, late: Sequence[bool]) -> None:
-        """Reduce what came late in these buckets on any rank. All ranks call it with the same."""
-        for index in reversed(range(len(self._buckets))):
-            if late[index]:
-                self._start_bucket(index, final=True)
+    def reduce_late(self, late: Collection[str]) -> None:
+        """Reduce what came late for these parameters on any rank. All ranks call it with the same."""
+        for bucket in reversed(self._buckets):
+            if any(slot.piece.param.name in late for slot in bucket.layout.slots):
+                self._start_bucket(bucket.layout.index, final=True)
         self.drain()
 
     def _reduce_unit(self, index: int) -> None:

@@ -32,11 +32,11 @@ def gathers(sharding: Sharding, micro_batches: int) -> Log:
 
 
 def scalars(sharding: Sharding) -> Log:
-    """The squared norm, one fp64 value; which parameters were used, which buckets (one here) have late gradients,
-    and by param group the order of gathers as (hash, -hash), int64 each."""
+    """The squared norm, one fp64 value; which parameters were used, and by param group the order of gathers as
+    (hash, -hash), int64 each."""
     s_p, s_os, s_dp = sharding.s_p, sharding.s_os, sharding.s_dp
     orders = 2 * s_dp // s_p if s_p > 1 else 0
-    log: Log = Counter({("all_reduce", "scalars", "world", s_dp, 8 * (Even.LAYERS + 1 + orders)): 1})
+    log: Log = Counter({("all_reduce", "scalars", "world", s_dp, 8 * (Even.LAYERS + orders)): 1})
     if s_os > 1:
         log["all_reduce", "scalars", "shards", s_os, 8] = 1
     return log

@@ -11,7 +11,17 @@ from torch import nn
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import Run, Trainer, assert_parity, loss_of, on_ranks, pair, plain_loop, trio
+from tests.semantics.harness import (
+    Run,
+    Trainer,
+    assert_parity,
+    loss_of,
+    on_ranks,
+    pair,
+    plain_loop,
+    reference,
+    trio,
+)
 
 Change = Callable[[Any], None]
 
@@ -95,3 +105,68 @@ def _harmless(trainer: Trainer) -> None:
 @trio
 def test_surgery_that_moves_no_parameter_is_none(sharding: Sharding) -> None:
     assert_parity(Run(sharding, m.Plain, loop=_harmless))
+
+
+def _freeze_inner(model: Any) -> None:
+    model.inner.requires_grad_(False)
+
+
+def _thaw(trainer: Any) -> None:
+    plain_loop(trainer)
+    trainer.module.inner.requires_grad_(True)
+    trainer(trainer.rows(0, 0))
+
+
+@pair
+def test_thawing_what_has_no_optimizer_state_is_refused(sharding: Sharding) -> None:
+    run = Run(sharding, m.Plain, loop=_thaw, prepare=_freeze_inner)
+    for error in on_ranks(run, return_exceptions=True, timeout=30):
+        assert "inner.weight, inner.bias had requires_grad=False" in str(error), error
+
+
+def _add_group(trainer: Any) -> None:
+    plain_loop(trainer)
+    trainer.engine.optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    plain_loop(trainer)
+
+
+@pair
+def test_a_param_group_added_later_is_refused(sharding: Sharding) -> None:
+    for error in on_ranks(Run(sharding, m.Plain, loop=_add_group), return_exceptions=True, timeout=30):
+        assert "had 2 param_groups when the engine was made and has 3 now" in str(error), error
+
+
+class Renormed(m.Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, m.WIDTH, max_norm=1.0)
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return hidden + self.table(m.branch_of(rows))
+
+
+@pair
+def test_a_weight_that_its_own_forward_rewrites_is_refused(sharding: Sharding) -> None:
+    for error in on_ranks(Run(sharding, Renormed), return_exceptions=True, timeout=30):
+        assert "table has max_norm" in str(error), error
+
+
+def _functional(trainer: Trainer) -> None:
+    """torch.func.functional_call puts other tensors into the module for the time of a call."""
+    for step in range(trainer.run.steps):
+        rows = trainer.rows(step, 0)
+        loss = loss_of(trainer(rows), rows)
+        trainer.losses.append(loss.item())
+        trainer.backward(loss)
+        trainer.step()
+        scaled = {name: value.detach() * 1.1 for name, value in trainer.module.named_parameters()}
+        found = torch.func.functional_call(trainer.module, scaled, (trainer.rows(0, 0),))
+        trainer.notes.append(found.double().square().mean().item())
+
+
+@pytest.mark.parametrize("sharding", [pytest.param(s, id=str(s)) for s in trio.args[1] if s.s_p == 1])
+def test_functional_call_is_no_surgery(sharding: Sharding) -> None:
+    run = Run(sharding, m.Plain, loop=_functional)
+    held = assert_parity(run)
+    mean = torch.tensor([mine.notes for mine in held], dtype=torch.float64).mean(dim=0)
+    torch.testing.assert_close(mean, torch.tensor(reference(run).notes, dtype=torch.float64), rtol=1e-5, atol=1e-6)
