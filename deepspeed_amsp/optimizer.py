@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from torch import nn
 
-from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.comm import Communicator, waits_on_host
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
@@ -111,7 +111,7 @@ class AMSPOptimizer(OptimizerSurface):
             prescale=settings.prescale,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
-            polls=self.device.type == "cpu",
+            polls=waits_on_host(self.device),
         )
         self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
         self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.kept_coordinates)

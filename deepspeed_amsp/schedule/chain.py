@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_amsp.comm import Communicator, Log, Ticket
+from deepspeed_amsp.comm import Communicator, Log, Ticket, waits_on_host
 
 STAGES = 2
 """Across nodes, then in node."""
@@ -131,4 +131,4 @@ def make_chain(comm: Communicator, device: torch.device, staged: bool) -> Chain:
     """The chain for one or two stages on ``device``; a single stage never needs help."""
     if not staged:
         return DirectChain()
-    return ThreadChain(comm) if device.type == "cpu" else DirectChain(get_accelerator().Stream())
+    return ThreadChain(comm) if waits_on_host(device) else DirectChain(get_accelerator().Stream())

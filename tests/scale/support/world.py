@@ -1,0 +1,65 @@
+"""One rank of a large world in this process: the groups stand, nobody else is there.
+
+What stands in the way of running an engine on fake tensors is dealt with here, so that the package need not know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.scale.support import recording
+
+
+@contextmanager
+def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
+    """This process is ``rank`` of ``world``; groups of the package record, those of DeepSpeed do nothing."""
+    import deepspeed
+    import deepspeed.comm
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from deepspeed_amsp import comm, engine, mesh
+
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % gpus_per_node,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": gpus_per_node,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
+    hosts = [f"node{number // gpus_per_node}" for number in range(world)]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
+        # The op takes minutes to build, and nothing here would call it.
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
+        # Objects cannot be gathered from ranks that are not there.
+        stack.enter_context(mock.patch.object(engine, "host_names", lambda: hosts))
+        stack.enter_context(mock.patch.object(mesh, "GROUP_BACKEND", recording.NAME))
+        stack.enter_context(mock.patch.object(comm, "HOST_DEVICES", frozenset()))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            deepspeed.comm.init_distributed("fake", verbose=False)
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """What `Module.to` and `Module.bfloat16` do. torch swaps fake parameters instead of setting their data, and
+    refuses that when somebody watches them weakly."""
+    for child in module.children() if recurse else ():
+        child._apply(fn)
+    for param in module.parameters(recurse=False):
+        param.data = fn(param.data)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module
