@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_amsp.partition.grads import BucketGradients
@@ -32,7 +33,7 @@ class Watch(TorchDispatchMode):
         self.memory = Memory(in_flight.gone)
         self.operations = 0
         self.host_reads: Counter[str] = Counter()
-        """By the function of the package (or the library) that asked."""
+        """By the function that asked."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,11 +42,14 @@ class Watch(TorchDispatchMode):
         if in_flight:
             _check_race(func, args, kwargs)
         if func is _READ:
-            self.host_reads[_reader()] += 1
-            return 1.0 if args[0].dtype.is_floating_point else 0
+            return self._read(args[0])
         result = func(*args, **kwargs)
         self.memory.see(result)
         return result
+
+    def _read(self, tensor: torch.Tensor) -> float:
+        self.host_reads[_reader()] += 1
+        return 1.0 if tensor.dtype.is_floating_point else 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -66,7 +70,12 @@ class Watch(TorchDispatchMode):
                     memory.move(value, Category.GRADIENTS)
             assign(bucket, name, value)
 
+        def tolist(tensor: torch.Tensor) -> list[float]:
+            # One read, where a fake tensor's own would read element by element.
+            return [self._read(tensor)] * tensor.numel()
+
         with (
+            mock.patch.object(FakeTensor, "tolist", tolist),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(BucketGradients, "__setattr__", setattr_),
         ):
@@ -106,7 +115,7 @@ def _reader() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None:
         path = frame.f_code.co_filename
-        if "/torch/" not in path:
+        if "/torch/" not in path and path != __file__:
             break
         frame = frame.f_back
     return frame.f_code.co_name
