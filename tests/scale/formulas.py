@@ -158,8 +158,19 @@ class Expected:
         return log
 
     def _broadcasts(self, bucket: Bucket) -> list[int]:
-        """One from every owner that has something in the bucket."""
-        return [bucket.owned(owner) for owner in range(len(bucket.sections))]
+        """One from every owner that has something in the bucket. Whole parameters are sent where they lie, one
+        behind the other; a parameter with several owners lies elsewhere, and every part of it is sent for itself.
+        """
+        sizes: list[int] = []
+        for owner in range(len(bucket.sections)):
+            if self.plan.sharding.s_p > 1:
+                sizes.append(bucket.owned(owner))
+                continue
+            blocks = [block for block, who in zip(bucket.blocks, bucket.owners, strict=True) if who == owner]
+            whole = [block for block in blocks if block.size == self.units[block.unit].size]
+            sizes.append(sum(block.size for block in whole))
+            sizes += _runs([block for block in blocks if block not in whole])
+        return sizes
 
     def replicated_sections(self) -> list[int]:
         """Bytes of this owner's AllReduces over replicas in the order of issue: the last bucket is full first."""
@@ -190,6 +201,19 @@ def _cut(block: Block, share: int) -> list[Block]:
     row = block.row if block.whole_rows else 1
     step = max(share // row, 1) * row
     return [block._replace(start=at, stop=min(at + step, block.stop)) for at in range(block.start, block.stop, step)]
+
+
+def _runs(blocks: Sequence[Block]) -> list[int]:
+    """Sizes of what remains when neighbouring blocks of a parameter are joined."""
+    runs: list[int] = []
+    end = None
+    for block in sorted(blocks):
+        if end == (block.unit, block.start):
+            runs[-1] += block.size
+        else:
+            runs.append(block.size)
+        end = block.unit, block.stop
+    return runs
 
 
 def _owned(groups: Sequence[Sequence[Block]], owners: int, equal: bool) -> list[Bucket]:

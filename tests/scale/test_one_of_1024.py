@@ -65,7 +65,7 @@ def test_the_log_is_what_the_process_groups_saw(case: Case, rank: int, runs: Run
 def test_the_host_reads_only_whether_ranks_agree(case: Case, rank: int, runs: Runs) -> None:
     """Nothing with whole parameters; with sharded ones, one look at the hashes of the order of gathers."""
     reads = runs(case, rank).host_reads
-    assert reads == ({"check": 1} if case.plan.sharding.s_p > 1 else {})
+    assert reads == ({"_read": 1} if case.plan.sharding.s_p > 1 else {})
 
 
 @cases

@@ -24,8 +24,8 @@ _READ = torch.ops.aten._local_scalar_dense.default
 class Watch(TorchDispatchMode):
     """Enter it inside the fake mode, and `installed` around everything.
 
-    A fake tensor has no value to read; who asks gets 0 for an integer (so ranks agree on their hashes) and 1 for
-    a floating-point number (so norms are finite).
+    A fake tensor has no value to read; who asks for one gets 1.0 or 0, and who asks for a list gets zeros, which is
+    what ranks that agree read in their hashes.
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,12 @@ class Watch(TorchDispatchMode):
         in_flight.check()
         if in_flight:
             _check_race(func, args, kwargs)
-        if func is _READ:
-            return self._read(args[0])
+        if func is _READ and isinstance(args[0], FakeTensor):
+            self.host_reads[_reader()] += 1
+            return 1.0 if args[0].dtype.is_floating_point else 0
         result = func(*args, **kwargs)
         self.memory.see(result)
         return result
-
-    def _read(self, tensor: torch.Tensor) -> float:
-        self.host_reads[_reader()] += 1
-        return 1.0 if tensor.dtype.is_floating_point else 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -72,7 +69,8 @@ class Watch(TorchDispatchMode):
 
         def tolist(tensor: torch.Tensor) -> list[float]:
             # One read, where a fake tensor's own would read element by element.
-            return [self._read(tensor)] * tensor.numel()
+            self.host_reads[_reader()] += 1
+            return [0] * tensor.numel()
 
         with (
             mock.patch.object(FakeTensor, "tolist", tolist),

@@ -35,12 +35,14 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
         "MASTER_PORT": 1,
     }
     hosts = [f"node{number // gpus_per_node}" for number in range(world)]
+    # The op takes minutes to build, and nothing here would call it. Set, not patched: to copy this dictionary is to
+    # ask every op whether it could be built, which compiles.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
-        # The op takes minutes to build, and nothing here would call it.
-        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
         # Objects cannot be gathered from ranks that are not there.
         stack.enter_context(mock.patch.object(engine, "host_names", lambda: hosts))
+        stack.enter_context(mock.patch.object(engine, "from_every_rank", lambda value: [value] * world))
         stack.enter_context(mock.patch.object(mesh, "GROUP_BACKEND", recording.NAME))
         stack.enter_context(mock.patch.object(comm, "HOST_DEVICES", frozenset()))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
