@@ -7,7 +7,7 @@ called bytes; parameters and gradients have 2 bytes, masters and moments 4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +16,9 @@ from tests.scale.support.cases import Model, ScalePlan
 
 WORKING, WIDE, COUNT = 2, 4, 8
 """Bytes of an element: bf16; fp32; int64 or fp64."""
+
+SMALL = 2**16
+"""What scalars may take."""
 
 ALIGNMENT = 8
 PADDED_UP_TO = 1.25
@@ -95,10 +98,20 @@ class Expected:
         return self.rank % self.plan.sharding.s_p
 
     @property
-    def owner(self) -> int:
-        """Its place on the optim axis, which comes next."""
+    def owners(self) -> int:
+        return self.plan.sharding.s_os // self.plan.sharding.s_p
+
+    @property
+    def nodes(self) -> int:
+        """Over how many nodes the optim axis goes in two stages; 1 for one stage."""
         s = self.plan.sharding
-        return self.rank // s.s_p % (s.s_os // s.s_p)
+        return s.optimizer_states.s1 // s.parameters.s1 if self.plan.hierarchical else 1
+
+    @property
+    def owner(self) -> int:
+        """Its number on the optim axis, which comes next; in two stages owners are numbered across nodes first."""
+        node, place = divmod(self.rank // self.plan.sharding.s_p % self.owners, self.owners // self.nodes)
+        return place * self.nodes + node
 
     def shard(self, unit: Matrix) -> int:
         """Elements of a shard: the s_p-th part, rounded up to the alignment."""
@@ -118,10 +131,9 @@ class Expected:
                 room = self.plan.bucket_bytes // WORKING
             groups[-1].append(block)
             room -= block.size
-        owners = self.plan.sharding.s_os // self.plan.sharding.s_p
-        share = sum(block.size for group in groups for block in group) // owners
+        share = sum(block.size for group in groups for block in group) // self.owners
         cut = [[part for block in group for part in _cut(block, share)] for group in groups]
-        return _owned(cut, owners, equal=self.plan.publish == "all_gather")
+        return _owned(cut, self.owners, equal=self.plan.publish == "all_gather")
 
     def schedule(self) -> Schedule:
         """All collectives of a step that is not the first."""
@@ -141,36 +153,60 @@ class Expected:
             if plan.reduce == "all_reduce":
                 issue("all_reduce", "grad_reduce", "inner", s.s_g // s.s_p, m - 1, whole)
                 issue("all_reduce", "grad_reduce", "data", s.s_dp // s.s_p, 1, whole)
+            elif self.nodes > 1:
+                # After the first stage a node's place holds what its owners, one on every node, share.
+                here = bucket.sections[self.owner - self.owner % self.nodes :][: self.nodes]
+                issue("reduce_scatter", "grad_reduce", "outer_node", self.owners // self.nodes, 1, whole)
+                issue("reduce_scatter", "grad_reduce", "outer_cross", self.nodes, 1, sum(here) * WORKING)
+                issue("all_reduce", "grad_reduce", "replicate", s.s_dp // s.s_os, 1, own)
             else:
                 # Plans here have s_g at one end, so one of the two axes is the whole optim axis.
                 issue("reduce_scatter", "grad_reduce", "inner", s.s_g // s.s_p, m, whole)
                 issue("reduce_scatter", "grad_reduce", "outer", s.s_os // s.s_g, 1, whole)
                 issue("all_reduce", "grad_reduce", "replicate", s.s_dp // s.s_os, 1, own)
-            if plan.publish == "all_gather":
-                issue("all_gather", "publish", "optim", s.s_os // s.s_p, 1, whole)
-            else:
-                for message in self._broadcasts(bucket):
-                    issue("broadcast", "publish", "optim", s.s_os // s.s_p, 1, message * WORKING)
+            self._publish(bucket, issue)
         # The squared norm, and which parameters were used; with s_p > 1 every param group's order of gathers, too.
         issue("all_reduce", "scalars", "shards", s.s_os, 1, COUNT)
         orders = 2 * s.s_dp // s.s_p if s.s_p > 1 else 0
         issue("all_reduce", "scalars", "world", s.s_dp, 1, COUNT * (len(self.units) + orders))
         return log
 
-    def _broadcasts(self, bucket: Bucket) -> list[int]:
-        """One from every owner that has something in the bucket. Whole parameters are sent where they lie, one
-        behind the other; a parameter with several owners lies elsewhere, and every part of it is sent for itself.
+    def _publish(self, bucket: Bucket, issue: Callable[[str, str, str, int, int, int], None]) -> None:
+        """In two stages: from the owner to its place on the other nodes, and from there in the node."""
+        nodes, places = self.nodes, self.owners // self.nodes
+        if self.plan.publish == "all_gather":
+            issue("all_gather", "publish", "optim", self.owners, 1, bucket.size * WORKING)
+            return
+        place = self.owner // nodes
+        stages = [("optim", self.owners, [range(owner, owner + 1) for owner in range(self.owners)])]
+        if nodes > 1:
+            stages = [
+                (
+                    "optim_cross",
+                    nodes,
+                    [range(place * nodes + node, place * nodes + node + 1) for node in range(nodes)],
+                ),
+                ("optim_node", places, [range(other * nodes, (other + 1) * nodes) for other in range(places)]),
+            ]
+        for axis, size, senders in stages:
+            for owners in senders:
+                for message in self._parts(bucket, owners):
+                    issue("broadcast", "publish", axis, size, 1, message)
+
+    def _parts(self, bucket: Bucket, owners: range) -> list[int]:
+        """Bytes of the messages that carry what belongs to ``owners``, neighbours, to the working copies.
+
+        Whole parameters are sent where they lie, one behind the other; a parameter with several owners lies elsewhere,
+        and every run of it is sent for itself. With s_p > 1 the sections are sent, but for the padding of the last.
         """
-        sizes: list[int] = []
-        for owner in range(len(bucket.sections)):
-            if self.plan.sharding.s_p > 1:
-                sizes.append(bucket.owned(owner))
-                continue
-            blocks = [block for block, who in zip(bucket.blocks, bucket.owners, strict=True) if who == owner]
+        if self.plan.sharding.s_p > 1:
+            used = [owner for owner in owners if bucket.owned(owner)]
+            sizes = [sum(bucket.sections[used[0] : used[-1]]) + bucket.owned(used[-1])] if used else []
+        else:
+            blocks = [block for block, who in zip(bucket.blocks, bucket.owners, strict=True) if who in owners]
             whole = [block for block in blocks if block.size == self.units[block.unit].size]
-            sizes.append(sum(block.size for block in whole))
-            sizes += _runs([block for block in blocks if block not in whole])
-        return sizes
+            sizes = [sum(block.size for block in whole), *_runs([block for block in blocks if block not in whole])]
+        return [size * WORKING for size in sizes]
 
     def replicated_sections(self) -> list[int]:
         """Bytes of this owner's AllReduces over replicas in the order of issue: the last bucket is full first."""
@@ -192,6 +228,28 @@ class Expected:
             kept = sum(bucket.size if s.s_g == s.s_p else bucket.sections[self.owner] for bucket in self.buckets)
             rest["G resting"] = WORKING * kept
         return rest
+
+    def limits(self) -> dict[str, int]:
+        """Bytes that buffers may take at most, whatever the number of layers.
+
+        G: what rests, and a bucket in the making. Gather: the unit in use and one that prefetching adds beyond its
+        64 MiB; a recomputed layer keeps what it gathered. Reduce: two units, and a bucket in each of three stages, on
+        their way or in the making. Publish: nothing where parameters are sent in place, else all buckets may be under
+        way. Step: fp32 gradients of one bucket, and the norms of its pieces.
+        """
+        s = self.plan.sharding
+        rest, units = self.at_rest(), [WORKING * self.shard(unit) * s.s_p for unit in self.units]
+        buckets = [WORKING * bucket.size for bucket in self.buckets]
+        in_layer = (len(units) - 3) // self.model.layers
+        layer = sum(units[1 : 1 + in_layer]) if self.model.recompute else 0
+        in_place = s.s_p == 1 and self.plan.publish == "broadcast"
+        return {
+            "G": max(rest["G owned"], rest.get("G resting", 0)) + max(buckets),
+            "gather buffers": layer + 2 * max(units) if s.s_p > 1 else 0,
+            "reduce buffers": 3 * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
+            "publish buffers": 0 if in_place else sum(buckets),
+            "step": WIDE * max(bucket.owned(self.owner) for bucket in self.buckets) + SMALL,
+        }
 
 
 def _cut(block: Block, share: int) -> list[Block]:

@@ -10,7 +10,7 @@ import pytest
 from tests.scale.conftest import FEW_LAYERS, Runs
 from tests.scale.formulas import Expected
 from tests.scale.support.cases import CASES, RANKS, Case
-from tests.scale.support.measure import Collective, Figures
+from tests.scale.support.measure import Figures
 
 NIGHTLY = os.environ.get("AMSP_NIGHTLY") == "1"
 FEW = [pytest.param(case.cut(FEW_LAYERS), id=str(case.cut(FEW_LAYERS))) for case in CASES]
@@ -37,6 +37,15 @@ def test_a_step_issues_what_the_formulas_say(case: Case, rank: int, runs: Runs) 
 @ranks
 def test_states_at_rest_are_what_the_formulas_say(case: Case, rank: int, runs: Runs) -> None:
     assert runs(case, rank).at_rest == Expected(case.plan, case.model, rank).at_rest()
+
+
+@cases
+@ranks
+def test_buffers_stay_within_their_limits(case: Case, rank: int, runs: Runs) -> None:
+    """At their peaks, during a step that is not the first."""
+    peaks, limits = runs(case, rank).peaks, Expected(case.plan, case.model, rank).limits()
+    over = {name: (peaks[name], limit) for name, limit in limits.items() if peaks.get(name, 0) > limit}
+    assert not over, f"bytes (held, allowed): {over}"
 
 
 @cases
@@ -81,25 +90,23 @@ def test_ranks_agree_on_the_order_of_what_they_share(case: Case, runs: Runs) -> 
 
 @cases
 def test_corresponding_groups_carry_the_same_in_the_same_order(case: Case, runs: Runs) -> None:
-    """Of one axis, on every rank. Only over replicas each owner sends sections of its own."""
+    """Of one axis, on every rank. Only over replicas, and across nodes, each owner sends sections of its own."""
     sequences = {rank: by_axis(runs(case, rank)) for rank in RANKS}
     for rank in RANKS:
         replicated = sequences[rank].pop("replicate", [])
         if case.plan.reduce == "two_level":
             expected = Expected(case.plan, case.model, rank).replicated_sections()
             assert [size for _, _, size in replicated] == expected
+        for axis in ("outer_cross", "optim_cross"):
+            sequences[rank].pop(axis, None)
         assert sequences[rank] == sequences[RANKS[0]]
 
 
 def by_axis(figures: Figures) -> dict[str, list[tuple[str, str, int]]]:
     sequences: dict[str, list[tuple[str, str, int]]] = {}
     for entry in figures.schedule:
-        sequences.setdefault(f"{entry.axis}" if entry.axis != "world" else "world", []).append(_message(entry))
+        sequences.setdefault(entry.axis, []).append((entry.op, entry.label, entry.bytes))
     return sequences
-
-
-def _message(entry: Collective) -> tuple[str, str, int]:
-    return entry.op, entry.label, entry.bytes
 
 
 @cases

@@ -44,6 +44,7 @@ class ScalePlan:
     reduce: str = "two_level"
     publish: str = "broadcast"
     micro_batches: int = 1
+    hierarchical: bool = False
     bucket_bytes: int = 128 * MIB  # the upper end of the paper's 64-128 MB
 
     def ds_config(self) -> dict[str, object]:
@@ -59,6 +60,7 @@ class ScalePlan:
                 "sharding": self.sharding.as_dict(),
                 "reduce": self.reduce,
                 "publish": self.publish,
+                "hierarchical": self.hierarchical,
                 "bucket_bytes": self.bucket_bytes,
                 "topology": {"gpus_per_node": self.sharding.data_parallel.s0},
             },
@@ -95,8 +97,10 @@ CASES = (
     Case("13b", LLAMA_13B, ScalePlan(sharding((4, 1), (4, 1), (8, 1)))),
     Case("30b", LLAMA_30B, ScalePlan(sharding((8, 1), (8, 1), (8, 4)))),
     Case("7b-mixed", LLAMA_7B, ScalePlan(sharding((2, 1), (8, 1), (8, 1)), micro_batches=2)),
+    Case("7b-two_nodes", LLAMA_7B, ScalePlan(sharding((1, 1), (1, 1), (8, 2)), hierarchical=True)),
 )
-"""The paper's three plans, the first again the paper's way of reducing, and s_p < s_g = s_os with accumulation."""
+"""The paper's three plans, the first again with the other modes, s_p < s_g = s_os with accumulation, and optimizer
+states over two nodes with collectives in two stages."""
 
 RANKS = (0, 1, 7, 8, 1023)
 """The first and last of a node, the first of the next, and the last of all."""

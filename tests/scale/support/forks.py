@@ -9,7 +9,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
 
@@ -72,7 +72,8 @@ def _outcome(connection: Connection, ready: bool, number: int) -> Any:
         return value
     if value.pickled is not None:
         error = pickle.loads(value.pickled)
-        error.add_note(value.traceback) if hasattr(error, "add_note") else None
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(value.traceback)
         return error
     return RankError(number, value.type_name, value.message, value.traceback)
 

@@ -1,6 +1,6 @@
 """`measure`: one rank of a plan, its collectives and its memory, as figures.
 
-    PYTHONPATH=. python -m tests.scale.support.measure 7b --rank 0 --layers 4      # prints them as JSON
+PYTHONPATH=. python -m tests.scale.support.measure 7b --rank 0 --layers 4      # prints them as JSON
 """
 
 from __future__ import annotations
@@ -114,13 +114,12 @@ def measure_here(plan: ScalePlan, model: Model, rank: int, planted: Callable[[],
         operations = watch.operations - operations
         engine.optimizer.wait_for_parameters()
         _check_nothing_in_flight()
-        figures = Figures(
+        return Figures(
             model=model.name,
             layers=model.layers,
             rank=rank,
             schedule=tuple(
-                Collective(e.op, e.purpose.value, e.axis, e.ranks, e.bytes, e.label)
-                for e in engine.amsp.comm.last_step
+                Collective(e.op, e.purpose.value, e.axis, e.ranks, e.bytes, e.label) for e in engine.amsp.comm.last_step
             ),
             issued=issued,
             at_rest=at_rest,
@@ -134,7 +133,6 @@ def measure_here(plan: ScalePlan, model: Model, rank: int, planted: Callable[[],
             cpu_seconds=time.process_time() - cpu_start,
             rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-    return figures
 
 
 def _engine(plan: ScalePlan, model: Model) -> Any:

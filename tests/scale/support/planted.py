@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from deepspeed_amsp.comm import Communicator, Ticket
+from tests.scale.support.recording import InFlight
 
 
 @contextmanager
@@ -88,5 +89,5 @@ def issued_twice() -> Iterator[None]:
 @contextmanager
 def left_behind() -> Iterator[None]:
     """Publishes are taken for finished, and nobody reads a parameter afterwards."""
-    with no_wait("publish"), mock.patch("tests.scale.support.recording.InFlight.touch", lambda *_, **__: None):
+    with no_wait("publish"), mock.patch.object(InFlight, "touch"):
         yield

@@ -180,9 +180,7 @@ class RecordingGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def _issue(
-        self, op: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], message: torch.Tensor
-    ) -> Flight:
+    def _issue(self, op: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], message: torch.Tensor) -> Flight:
         ranks = tuple(dist.get_process_group_ranks(self))
         size = message.numel() * message.element_size()
         flight = Flight(f"{op} of {size} bytes over {len(ranks)} ranks from {ranks[0]} on")

@@ -89,7 +89,7 @@ def _check_race(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             in_flight.touch(tensor, write=name in written, what=str(func))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _access(func: Any) -> tuple[bool, frozenset[int | str]]:
     """Whether an operation looks at no value, and which of its arguments, by place and by name, it writes."""
     written: set[int | str] = set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -25,6 +25,7 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from deepspeed_amsp import comm, engine, mesh
+    from deepspeed_amsp.schedule import chain
 
     environment = {
         "RANK": rank,
@@ -41,10 +42,11 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
         # Objects cannot be gathered from ranks that are not there.
-        stack.enter_context(mock.patch.object(engine, "host_names", lambda: hosts))
+        stack.enter_context(mock.patch.object(engine, "host_names", return_value=hosts))
         stack.enter_context(mock.patch.object(engine, "from_every_rank", lambda value: [value] * world))
         stack.enter_context(mock.patch.object(mesh, "GROUP_BACKEND", recording.NAME))
         stack.enter_context(mock.patch.object(comm, "HOST_DEVICES", frozenset()))
+        stack.enter_context(mock.patch.object(chain, "get_accelerator", return_value=_Streams()))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
@@ -52,6 +54,22 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+class _Streams:
+    """What the package asks of an accelerator that has streams: here all work is in one."""
+
+    def Stream(self) -> _Streams:
+        return self
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing is beside the stream of this process."""
+
+    def current_stream(self) -> None:
+        return None
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
