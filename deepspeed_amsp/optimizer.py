@@ -84,7 +84,7 @@ class AMSPOptimizer(OptimizerSurface):
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,
             # gloo sends sections of any length in one call.
-            padding_limit=1.0 if self.device.type == "cpu" else PADDING_LIMIT,
+            padding_limit=1.0 if waits_on_host(self.device) else PADDING_LIMIT,
         )
         owner = mesh.owner
         self.states = OwnedStates(
@@ -281,7 +281,7 @@ class AMSPOptimizer(OptimizerSurface):
         """
         check = self.settings.check_overflow and norm is not None
         skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
-        waits = self._agreement.has_order and self.device.type == "cpu"
+        waits = self._agreement.has_order and waits_on_host(self.device)
         self.overflow = False
         if not (check or skips or waits):
             if any(self._reducer.late()):

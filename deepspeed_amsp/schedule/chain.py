@@ -62,11 +62,12 @@ class DirectChain:
         self._last.clear()
 
     def _issue(self, stages: Stages) -> list[Ticket]:
-        tickets: list[Ticket] = []
-        for following in stages:
+        """Every stage, each behind the one before; the last one is the reader's to wait for."""
+        tickets = next(stages)
+        for _ in range(STAGES - 1 if self._stream is not None else 0):
             for ticket in tickets:
                 ticket.wait(aside=True)
-            tickets = following
+            tickets = next(stages)
         return tickets
 
 
