@@ -165,10 +165,11 @@ class Expected:
                 issue("reduce_scatter", "grad_reduce", "outer", s.s_os // s.s_g, 1, whole)
                 issue("all_reduce", "grad_reduce", "replicate", s.s_dp // s.s_os, 1, own)
             self._publish(bucket, issue)
-        # The squared norm, and which parameters were used; with s_p > 1 every param group's order of gathers, too.
+        # The squared norm; which parameters were used, which buckets have late gradients and, with s_p > 1, every param
+        # group's order of gathers.
         issue("all_reduce", "scalars", "shards", s.s_os, 1, COUNT)
         orders = 2 * s.s_dp // s.s_p if s.s_p > 1 else 0
-        issue("all_reduce", "scalars", "world", s.s_dp, 1, COUNT * (len(self.units) + orders))
+        issue("all_reduce", "scalars", "world", s.s_dp, 1, COUNT * (len(self.units) + len(self.buckets) + orders))
         return log
 
     def _publish(self, bucket: Bucket, issue: Callable[[str, str, str, int, int, int], None]) -> None:
@@ -233,9 +234,9 @@ class Expected:
         """Bytes that buffers may take at most, whatever the number of layers.
 
         G: what rests, and a bucket in the making. Gather: the unit in use and one that prefetching adds beyond its
-        64 MiB; a recomputed layer keeps what it gathered. Reduce: two units, and a bucket in each of three stages, on
-        their way or in the making. Publish: nothing where parameters are sent in place, else all buckets may be under
-        way. Step: fp32 gradients of one bucket, and the norms of its pieces.
+        64 MiB; a recomputed layer keeps what it gathered, and the next one is prefetched. Reduce: two units, a bucket
+        in every stage and one in the making. Publish: nothing where parameters are sent in place, else all buckets may
+        be under way. Step: fp32 gradients of one bucket, and the norms of its pieces.
         """
         s = self.plan.sharding
         rest, units = self.at_rest(), [WORKING * self.shard(unit) * s.s_p for unit in self.units]
@@ -245,8 +246,8 @@ class Expected:
         in_place = s.s_p == 1 and self.plan.publish == "broadcast"
         return {
             "G": max(rest["G owned"], rest.get("G resting", 0)) + max(buckets),
-            "gather buffers": layer + 2 * max(units) if s.s_p > 1 else 0,
-            "reduce buffers": 3 * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
+            "gather buffers": 2 * layer + 2 * max(units) if s.s_p > 1 else 0,
+            "reduce buffers": (3 if self.nodes == 1 else 4) * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
             "publish buffers": 0 if in_place else sum(buckets),
             "step": WIDE * max(bucket.owned(self.owner) for bucket in self.buckets) + SMALL,
         }

@@ -71,10 +71,9 @@ def test_the_log_is_what_the_process_groups_saw(case: Case, rank: int, runs: Run
 
 @cases
 @ranks
-def test_the_host_reads_only_whether_ranks_agree(case: Case, rank: int, runs: Runs) -> None:
-    """Nothing with whole parameters; with sharded ones, one look at the hashes of the order of gathers."""
-    reads = runs(case, rank).host_reads
-    assert reads == ({"_read": 1} if case.plan.sharding.s_p > 1 else {})
+def test_the_host_reads_nothing(case: Case, rank: int, runs: Runs) -> None:
+    """As on an accelerator, without a check for overflow; the norm and the clip stay on the device."""
+    assert runs(case, rank).host_reads == {}
 
 
 @cases

@@ -31,6 +31,7 @@ PLANTED: list[tuple[str, Callable[[], Any], str, str]] = [
     ("7b-mixed", planted.sent_buffer_reused, "written in flight", "reduce_scatter"),
     ("13b", planted.gathered_unit_freed, "freed in flight", "all_gather"),
     ("7b", planted.buffers_not_kept, "freed in flight", "broadcast"),
+    ("7b-two_nodes", planted.stages_not_chained, "reused in flight", "broadcast"),
     ("7b", planted.issued_twice, "reused in flight", "all_reduce"),
     ("7b", planted.left_behind, "never waited", "broadcast"),
 ]

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from deepspeed_amsp.comm import Communicator, Ticket
+from deepspeed_amsp.schedule.chain import DirectChain
 from tests.scale.support.recording import InFlight
 
 
@@ -18,12 +19,23 @@ def no_wait(purpose: str) -> Iterator[None]:
     """Whoever waits for a collective of ``purpose`` goes on at once."""
     wait = Ticket.wait
 
-    def forgotten(ticket: Ticket) -> None:
-        if ticket._entry.purpose == purpose:
+    def forgotten(ticket: Ticket, aside: bool = False) -> None:
+        if ticket.entry.purpose == purpose:
             ticket._works.clear()
-        wait(ticket)
+        wait(ticket, aside)
 
     with mock.patch.object(Ticket, "wait", forgotten):
+        yield
+
+
+@contextmanager
+def stages_not_chained() -> Iterator[None]:
+    """The second stage of a publish is issued beside the first."""
+
+    def hasty(chain: DirectChain, stages: Any) -> list[Ticket]:
+        return [ticket for tickets in stages for ticket in tickets]
+
+    with mock.patch.object(DirectChain, "_issue", hasty):
         yield
 
 
@@ -63,8 +75,8 @@ def buffers_not_kept() -> Iterator[None]:
     def of_a_copy(comm: Communicator, group: Any, buffer: torch.Tensor, source: int, label: str) -> Ticket:
         return broadcast(comm, group, buffer.clone(), source, label)
 
-    def careless(ticket: Ticket, works: Any, keep: Any, finish: Any, entry: Any) -> None:
-        make(ticket, works, [], finish, entry)
+    def careless(ticket: Ticket, works: Any, keep: Any, *rest: Any) -> None:
+        make(ticket, works, [], *rest)
 
     with (
         mock.patch.object(Communicator, "broadcast", of_a_copy),

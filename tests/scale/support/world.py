@@ -25,7 +25,7 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from deepspeed_amsp import comm, engine, mesh
-    from deepspeed_amsp.schedule import chain
+    from deepspeed_amsp.schedule import agreement, chain
 
     environment = {
         "RANK": rank,
@@ -36,16 +36,16 @@ def one_rank(rank: int, world: int, gpus_per_node: int) -> Iterator[None]:
         "MASTER_PORT": 1,
     }
     hosts = [f"node{number // gpus_per_node}" for number in range(world)]
-    # The op takes minutes to build, and nothing here would call it. Set, not patched: to copy this dictionary is to
-    # ask every op whether it could be built, which compiles.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
+        # To ask DeepSpeed which of its ops could be built runs compilers; nothing here would call one.
+        stack.enter_context(mock.patch.dict(vars(deepspeed.ops), {"__compatible_ops__": {}}))
         # Objects cannot be gathered from ranks that are not there.
         stack.enter_context(mock.patch.object(engine, "host_names", return_value=hosts))
         stack.enter_context(mock.patch.object(engine, "from_every_rank", lambda value: [value] * world))
         stack.enter_context(mock.patch.object(mesh, "GROUP_BACKEND", recording.NAME))
         stack.enter_context(mock.patch.object(comm, "HOST_DEVICES", frozenset()))
+        stack.enter_context(mock.patch.object(agreement, "LateRead", _LateRead))
         stack.enter_context(mock.patch.object(chain, "get_accelerator", return_value=_Streams()))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -70,6 +70,18 @@ class _Streams:
 
     def stream(self, stream: object) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class _LateRead:
+    """A copy to the host that runs beside the program: ranks that agree find zeros."""
+
+    ready = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.clone()
+
+    def values(self) -> list[float]:
+        return [0.0] * self._copy.numel()
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
