@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from torch import nn
 
-from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.comm import Communicator, waits_on_host
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
@@ -34,9 +34,6 @@ from deepspeed_amsp.update import OwnerUpdate
 from deepspeed_amsp.verify import verify_replicas
 
 CHECKPOINT_FORMAT = 1
-
-HOST_DEVICES = ("cpu",)
-"""Where reading a tensor waits for nothing."""
 
 
 class AMSPOptimizer(OptimizerSurface):
@@ -87,7 +84,7 @@ class AMSPOptimizer(OptimizerSurface):
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,
             # gloo sends sections of any length in one call.
-            padding_limit=1.0 if self.device.type == "cpu" else PADDING_LIMIT,
+            padding_limit=1.0 if waits_on_host(self.device) else PADDING_LIMIT,
         )
         owner = mesh.owner
         self.states = OwnedStates(
@@ -114,7 +111,7 @@ class AMSPOptimizer(OptimizerSurface):
             prescale=settings.prescale,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
-            polls=self.device.type == "cpu",
+            polls=waits_on_host(self.device),
         )
         self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
         self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.kept_coordinates)
@@ -284,7 +281,7 @@ class AMSPOptimizer(OptimizerSurface):
         """
         check = self.settings.check_overflow and norm is not None
         skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
-        waits = self._agreement.has_order and self.device.type in HOST_DEVICES
+        waits = self._agreement.has_order and waits_on_host(self.device)
         self.overflow = False
         if not (check or skips or waits):
             if self._reducer.late():

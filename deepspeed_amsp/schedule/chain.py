@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_amsp.comm import Communicator, Log, Ticket
+from deepspeed_amsp.comm import Communicator, Log, Ticket, waits_on_host
 
 STAGES = 2
 """Across nodes, then in node."""
@@ -62,11 +62,12 @@ class DirectChain:
         self._last.clear()
 
     def _issue(self, stages: Stages) -> list[Ticket]:
-        tickets: list[Ticket] = []
-        for following in stages:
+        """Every stage, each behind the one before; the last one is the reader's to wait for."""
+        tickets = next(stages)
+        for _ in range(STAGES - 1 if self._stream is not None else 0):
             for ticket in tickets:
                 ticket.wait(aside=True)
-            tickets = following
+            tickets = next(stages)
         return tickets
 
 
@@ -131,4 +132,4 @@ def make_chain(comm: Communicator, device: torch.device, staged: bool) -> Chain:
     """The chain for one or two stages on ``device``; a single stage never needs help."""
     if not staged:
         return DirectChain()
-    return ThreadChain(comm) if device.type == "cpu" else DirectChain(get_accelerator().Stream())
+    return ThreadChain(comm) if waits_on_host(device) else DirectChain(get_accelerator().Stream())

@@ -80,7 +80,7 @@ class WorkerPool:
         """Forks the workers and waits until their default group stands; RankError if it does not."""
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
-        _prepare_parent()
+        prepare_parent()
         self.world_size = world_size
         self._directory = Path(tempfile.mkdtemp(prefix="amsp-pool-"))
         self._connections: list[Connection] = []
@@ -313,7 +313,7 @@ def close_all() -> None:
         _LIVE[-1].close()
 
 
-def _prepare_parent() -> None:
+def prepare_parent() -> None:
     """Imports what the workers need, and flushes what a fork would print twice."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
