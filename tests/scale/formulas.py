@@ -165,11 +165,10 @@ class Expected:
                 issue("reduce_scatter", "grad_reduce", "outer", s.s_os // s.s_g, 1, whole)
                 issue("all_reduce", "grad_reduce", "replicate", s.s_dp // s.s_os, 1, own)
             self._publish(bucket, issue)
-        # The squared norm; which parameters were used, which buckets have late gradients and, with s_p > 1, every param
-        # group's order of gathers.
+        # The squared norm; how parameters were used and, with s_p > 1, every param group's order of gathers.
         issue("all_reduce", "scalars", "shards", s.s_os, 1, COUNT)
         orders = 2 * s.s_dp // s.s_p if s.s_p > 1 else 0
-        issue("all_reduce", "scalars", "world", s.s_dp, 1, COUNT * (len(self.units) + len(self.buckets) + orders))
+        issue("all_reduce", "scalars", "world", s.s_dp, 1, COUNT * (len(self.units) + orders))
         return log
 
     def _publish(self, bucket: Bucket, issue: Callable[[str, str, str, int, int, int], None]) -> None:
