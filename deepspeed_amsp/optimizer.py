@@ -257,10 +257,10 @@ class AMSPOptimizer(OptimizerSurface):
             factor = torch.full((), scale, dtype=torch.float64, device=self._engine.device)
             if settings.clip > 0 and norm is not None:
                 factor = factor * (settings.clip / (norm + 1e-6)).clamp(max=1.0)
-            if self._gatherer is not None:
-                self._gatherer.values_change()
+            self.values_change()
             arrival = self._reducer.finish_bucket if early else None
             self._update.apply(factor, unused, wait=not self.publish_later, arrival=arrival)
+            self.values_changed()
         if early and settings.compute_norm:
             norm = self._update.norm() * scale
         self._global_grad_norm = float("inf") if self.overflow else norm if settings.compute_norm else None
@@ -350,6 +350,21 @@ class AMSPOptimizer(OptimizerSurface):
         assert self._gatherer is not None
         self._gatherer.gather(unit)
 
+    def free_unit(self, unit: ShardedUnit) -> None:
+        """Drop the full copy of a unit that nobody has pinned any more."""
+        assert self._gatherer is not None
+        self._gatherer.free(unit)
+
+    def values_change(self) -> None:
+        """The working copies are about to be written: what was gathered before is stale."""
+        if self._gatherer is not None:
+            self._gatherer.values_change()
+
+    def values_changed(self) -> None:
+        """The working copies were written: who has gathered ones pinned sees the new values."""
+        if self._gatherer is not None:
+            self._gatherer.values_changed()
+
     def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
         """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
         if self._gatherer is None:
@@ -364,6 +379,7 @@ class AMSPOptimizer(OptimizerSurface):
         for index, masters in enumerate(self.states.masters):
             self.publisher.publish(index, masters)
         self.publisher.wait_all()
+        self.values_changed()
 
     @torch.no_grad()
     def refresh_fp32_params(self) -> None:
@@ -402,8 +418,7 @@ class AMSPOptimizer(OptimizerSurface):
                 "the checkpoint holds no amsp optimizer states of this format; load it with the engine that "
                 "wrote it, or pass load_optimizer_states=False to start from its weights"
             )
-        if self._gatherer is not None:
-            self._gatherer.values_change()
+        self.values_change()
         self.states.load_state_dict(saved, load_optimizer_states, load_from_fp32_weights)
         if load_from_fp32_weights:
             self.publish_all()

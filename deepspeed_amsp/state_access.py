@@ -213,8 +213,8 @@ class StateAccess:
             unit, _ = self._unit_of[param]
             if isinstance(unit, ShardedUnit) and unit.pinned:
                 unit.pinned -= 1
-                if not unit.pinned and unit.state is UnitState.FULL:
-                    unit.free()
+                if not unit.pinned:
+                    self._optimizer.free_unit(unit)
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
@@ -271,10 +271,12 @@ class StateAccess:
         """Write the whole flat value into this rank's working copy (and into the full copy while it is there)."""
         self._optimizer.wait_for_parameters()
         unit, index = self._unit_of[param]
+        if isinstance(unit, ShardedUnit) and unit.state is UnitState.GATHERING:
+            self._optimizer.gather_unit(unit)  # or it would arrive with the values from before
         piece = self._own_piece(unit, unit.layout.params[index].name)
         if piece is not None:
             unit.piece_view(piece).copy_(flat[piece.start : piece.stop])
-        if isinstance(unit, ShardedUnit) and unit.state is UnitState.FULL:
+        if isinstance(unit, ShardedUnit) and unit.readable:
             param.data.view(-1).copy_(flat)
 
     def _join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -88,9 +88,11 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             return
         if shards is None:
             raise LayoutError("the checkpoint holds whole parameters, but this plan needs the shards of its own plan")
+        self.optimizer.values_change()
         for unit in self._sharded_units():
             if unit.trainable or _unit_key(unit) in shards:
                 unit.shard.copy_(shards[_unit_key(unit)])
+        self.optimizer.values_changed()
         self.module.load_state_dict(state, strict=False)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -104,7 +104,8 @@ class ShardedUnit:
 
     Parameters are views of the full buffer while it is filled, so gathering copies nothing; views that
     autograd saved in forward see the refilled storage in backward. While the unit is freed its parameters
-    are empty tensors, so that a read of a freed parameter is a shape error and not a read of freed memory.
+    are empty tensors, so that a read of a freed parameter is a shape error and not a read of freed memory; and
+    they have another version, so that autograd refuses to use a saved view of them.
 
     Args:
         broadcast: makes the flat buffer [layout.numel] equal to rank 0's, waiting for it; None if alone.
@@ -130,6 +131,8 @@ class ShardedUnit:
         self.trainable = members.parameters[0].requires_grad
         self.pinned = 0
         """How many readers outside the passes hold the full copy."""
+        self.held = False
+        """Something that nobody sees may read the full copy until the values change."""
         self.on_readable: Callable[[bool], None] | None = None
         """Told whenever the full parameters become readable or cease to be."""
         self.state = UnitState.FULL
@@ -146,6 +149,7 @@ class ShardedUnit:
         low = coordinate * self.layout.shard_numel
         self.shard = self._full[low : low + self.layout.shard_numel].clone()
         self._empty = torch.empty(0, dtype=dtype, device=device)
+        self._versions: tuple[int, ...] = ()
         self.free()
 
     @property
@@ -178,12 +182,26 @@ class ShardedUnit:
         self._move(UnitState.FULL)
         for param, view in zip(self.parameters, self._views, strict=True):
             param.data = view
+        _set_versions(self.parameters, self._versions)
+
+    def refresh(self) -> torch.Tensor:
+        """The full buffer [layout.numel] in its place, for an AllGather of new values."""
+        assert self.readable
+        return self._full
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the full buffer."""
+        if tensor.layout is not torch.strided:
+            return False
+        return bool(tensor.untyped_storage()._cdata == self._full.untyped_storage()._cdata)
 
     def free(self) -> None:
         """Drop the full copy."""
         self._move(UnitState.SHARDED)
+        self._versions = tuple(param._version for param in self.parameters)
         for param in self.parameters:
             param.data = self._empty
+        _set_versions(self.parameters, tuple(version + 1 for version in self._versions))
         self._full.untyped_storage().resize_(0)
 
     def _move(self, target: UnitState) -> None:
@@ -192,6 +210,11 @@ class ShardedUnit:
         self.state = target
         if self.on_readable is not None:
             self.on_readable(target is UnitState.FULL)
+
+
+def _set_versions(parameters: tuple[nn.Parameter, ...], versions: tuple[int, ...]) -> None:
+    """Set what autograd compares when it uses a tensor that it has saved."""
+    torch._C._autograd._unsafe_set_version_counter(parameters, versions)
 
 
 def find_units(model: nn.Module, prepare: Callable[[nn.Module, str], None]) -> Iterator[UnitMembers]:

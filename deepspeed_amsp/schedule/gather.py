@@ -10,6 +10,7 @@ from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
 from deepspeed_amsp.partition.params import ShardedUnit, UnitState
 from deepspeed_amsp.schedule.order import Use, UseOrder
+from deepspeed_amsp.schedule.transforms import outside_transforms
 
 
 class Gatherer:
@@ -60,6 +61,10 @@ class Gatherer:
         reductions; but when a checkpointed layer is recomputed the whole next layer, whose own recomputation will
         want all of it at once (Section 3.4 of the paper).
         """
+        with outside_transforms():
+            self._use(unit, backward, recomputed)
+
+    def _use(self, unit: ShardedUnit, backward: bool, recomputed: bool) -> None:
         order = self.backward_order if backward else self.forward_order
         order.use(Use(unit.index, recomputed))
         self._issue(unit)
@@ -80,8 +85,8 @@ class Gatherer:
         self._arrive(unit)
 
     def free(self, unit: ShardedUnit) -> None:
-        """Drop the full copy, unless it is persistent or pinned from outside the passes (GatheredParameters)."""
-        if unit.state is UnitState.FULL and not unit.pinned and unit.index not in self._persistent:
+        """Drop the full copy, unless it is persistent, held, or pinned from outside the passes (GatheredParameters)."""
+        if unit.readable and not unit.pinned and not unit.held and unit.index not in self._persistent:
             unit.free()
 
     def free_after_forward(self, unit: ShardedUnit, backward_follows: bool) -> None:
@@ -96,17 +101,26 @@ class Gatherer:
             self.free(self._kept.popleft())
 
     def values_change(self) -> None:
-        """The shards are about to be updated: full copies made before, persistent ones too, are stale."""
+        """The shards are about to be updated: full copies made before, also those under way, are stale."""
         for unit in self._units.values():
-            if unit.state is UnitState.FULL and not unit.pinned:
+            self._arrive(unit)
+            unit.held = False
+            if unit.readable and not unit.pinned:
                 unit.free()
+
+    def values_changed(self) -> None:
+        """The shards have new values: who has a unit pinned sees them. Collective where something is pinned."""
+        for unit in self._units.values():
+            if unit.pinned and unit.readable:
+                self._before_gather(unit)
+                self._issued(f"the gather of {unit.name}")
+                self._comm.all_gather(self._group, unit.shard, unit.refresh(), unit.name).wait()
 
     def free_all(self) -> None:
         """Free everything, prefetched units that nobody used included: a pass is over."""
         self._kept.clear()
         for unit in self._units.values():
-            if unit.state is UnitState.GATHERING:
-                self._arrive(unit)
+            self._arrive(unit)
             self.free(unit)
 
     def _prefetch(self, coming: Sequence[Use], current: ShardedUnit, budget: float) -> None:

@@ -13,23 +13,20 @@ published value, and a gathered one, whether or not the forward of the module th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.schedule.gather import Gatherer
 from deepspeed_amsp.schedule.publish import Publisher
+from deepspeed_amsp.schedule.transforms import in_transform, outside_transforms
+from deepspeed_amsp.schedule.uses import ModuleUse, OpenUses, in_backward, running_backward
 
 OnGradient = Callable[[Unit, int, torch.Tensor], bool]
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass here; a forward then is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class WatchedParameters(dict):  # type: ignore[type-arg]
@@ -42,11 +39,9 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
         self,
         plain: Mapping[str, nn.Parameter | None],
         on_read: Callable[[nn.Parameter], None],
-        on_list: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__(plain)
         self._on_read = on_read
-        self._on_list = on_list
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param: nn.Parameter | None = super().__getitem__(name)
@@ -68,10 +63,9 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
         return super().values()
 
     def _list(self) -> None:
-        """Listing wants the published values, but not the gathered ones: models list to find a dtype."""
         for param in super().values():
             if param is not None and not torch.compiler.is_compiling():
-                self._on_list(param)
+                self._on_read(param)
 
     def __reduce__(
         self,
@@ -80,13 +74,13 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
 
 
 class Frame:
-    """A module whose forward is running, with the units that it read from other modules."""
+    """A module whose forward is running, with its own units, and behind them those that it read from others."""
 
-    __slots__ = ("borrowed", "module")
+    __slots__ = ("module", "use")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own: Sequence[ShardedUnit]) -> None:
         self.module = module
-        self.borrowed: list[ShardedUnit] = []
+        self.use = ModuleUse(list(own))
 
 
 class Hooks:
@@ -109,6 +103,7 @@ class Hooks:
         self._model = model
         self._publisher = publisher
         self._gatherer = gatherer
+        self._uses = OpenUses(gatherer.free) if gatherer is not None else None
         self._handles: list[Any] = []
         self._frames: list[Frame] = []
         self._watched: list[nn.Module] = []
@@ -170,7 +165,8 @@ class Hooks:
 
         Not at its beginning: the outputs' own hooks run before anybody is told that backward has begun.
         """
-        if self._gatherer is not None:
+        if self._gatherer is not None and self._uses is not None:
+            self._uses.clear()
             self._gatherer.free_all()
             self._gatherer.backward_order.start()
 
@@ -194,99 +190,135 @@ class Hooks:
         return found
 
     def _wait_early(self) -> None:
+        for index in self._early:
+            self._wait(index)
+
+    def _wait(self, unit: int) -> None:
         if self._publisher.pending:
-            for index in self._early:
-                self._publisher.wait_unit(index)
+            with outside_transforms():
+                self._publisher.wait_unit(unit)
 
     def _watch(self, module: nn.Module) -> None:
-        module._parameters = WatchedParameters(module._parameters, self._on_read, self._on_list)
+        module._parameters = WatchedParameters(module._parameters, self._on_read)
         self._watched.append(module)
 
     def _on_read(self, param: nn.Parameter) -> None:
+        """Somebody takes a parameter, by name or from a list.
+
+        In a forward or a backward it must be whole: a sum over listed parameters that are empty would be a
+        wrong loss without an error. A model that lists its parameters to find a dtype gathers the first unit.
+        """
         entry = self._unit_of.get(id(param))
         if entry is None:
             return
         unit = entry[0]
-        self._on_list(param)
-        if self._frames and isinstance(unit, ShardedUnit):
-            assert self._gatherer is not None
+        self._wait(unit.index)
+        if not isinstance(unit, ShardedUnit) or not (self._frames or in_backward()):
+            return
+        assert self._gatherer is not None and self._uses is not None
+        if self._frames:
             # Also a unit that happens to be gathered is borrowed: this module's backward will want it again.
             if not self._used_by_outer(unit):
-                self._frames[-1].borrowed.append(unit)
-            if not unit.readable:
-                self._gatherer.use(unit, in_backward(), recomputed=in_backward())
-
-    def _on_list(self, param: nn.Parameter) -> None:
-        if self._publisher.pending and id(param) in self._unit_of:
-            self._publisher.wait_unit(self._unit_of[id(param)][0].index)
+                self._frames[-1].use.units.append(unit)
+        else:
+            self._uses.read(unit)
+        if not unit.readable:
+            self._gatherer.use(unit, in_backward(), recomputed=in_backward())
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
         if module is self._model and all(frame.module is not module for frame in self._frames):
             self.start_forward()
-        self._frames.append(Frame(module))
+        frame = Frame(module, self._sharded_of.get(module, ()))
+        self._frames.append(frame)
         backward = in_backward()
-        used = self._sharded_of.get(module, ())
-        for unit in used:
+        for unit in frame.use.units:
             self._gatherer.use(unit, backward, recomputed=backward)
-        frozen = [unit for unit in used if not unit.trainable]
-        if frozen and torch.is_grad_enabled():
-            self._free_after_backward(frozen, (args, kwargs))
+        if torch.is_grad_enabled() and not in_transform() and frame.use.frozen:
+            self._end_with_inputs(frame.use, (args, kwargs))
 
-    def _free_after_backward(self, frozen: list[ShardedUnit], inputs: Any) -> None:
+    def _end_with_inputs(self, use: ModuleUse, inputs: Any) -> None:
         """A frozen unit has no gradient whose arrival could free it: it goes when all its inputs have theirs.
 
-        A leaf that is not part of a recomputation is the user's own and may outlive the step, so it gets no
-        hook; then the end of backward frees the unit.
+        That is the last thing that a module's backward does, except for a leaf, whose gradient autograd
+        delivers as soon as it is there. A leaf gets no hook; then the end of its graph frees the unit.
         """
-        gatherer = self._gatherer
-        assert gatherer is not None
-        watched = [t for t in output_tensors(inputs) if t.requires_grad and (t.grad_fn is not None or in_backward())]
-        missing = len(watched)
+        uses = self._uses
+        assert uses is not None
+        watched = [t for t in output_tensors(inputs) if t.requires_grad and t.grad_fn is not None]
+        use.ends_with_inputs = bool(watched)
+        missing, seen_in = len(watched), -1
 
-        def arrived(gradient: torch.Tensor) -> None:
-            nonlocal missing
+        def arrived(_: torch.Tensor) -> None:
+            nonlocal missing, seen_in
+            if running_backward() != seen_in:
+                missing, seen_in = len(watched), running_backward()
             missing -= 1
             if missing == 0:
-                for unit in frozen:
-                    gatherer.free(unit)
+                uses.end(use)
 
         for tensor in watched:
             tensor.register_hook(arrived)
 
-    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
         assert self._gatherer is not None
-        borrowed: list[ShardedUnit] = []
+        use = ModuleUse([])
         while self._frames:
             frame = self._frames.pop()
-            borrowed += frame.borrowed
+            frame.use.units += [unit for unit in use.units if unit not in frame.use.units]
+            use = frame.use
             if frame.module is module:
                 break
-        used = self._sharded_of.get(module, []) + borrowed
-        if not used:
-            return
-        visible = not torch.is_grad_enabled() or self._gather_before_backward(output, used)
-        if not visible:
-            # No output that we can see leads to the backward of this module, so nothing would gather it again:
-            # it stays until the end of the backward.
-            return
-        if not in_backward():
+        if not use.units:
+            return None
+        leaving = [unit for unit in use.units if not self._used_by_outer(unit)]
+        if not in_transform():
+            output = self._without_views(output, leaving)
+        grad = torch.is_grad_enabled()
+        if in_transform() or (grad and not self._gather_before_backward(output, use)):
+            # No output that we can see leads to the backward of this module, so nothing would gather it again.
+            for unit in use.units:
+                self._hold(unit)
+        elif not in_backward():
             # A recomputation keeps what it gathered: the gradient needs it next.
-            for unit in used:
-                if not self._used_by_outer(unit):
-                    self._gatherer.free_after_forward(unit, backward_follows=torch.is_grad_enabled())
+            for unit in leaving:
+                self._gatherer.free_after_forward(unit, backward_follows=grad)
+        return output
+
+    def _hold(self, unit: ShardedUnit) -> None:
+        """Keep a unit that somebody may read unseen: of a recomputation until its backward is over, else until the
+        step, since nobody says when a graph is used for the last time."""
+        assert self._uses is not None
+        if in_backward() and not in_transform():
+            self._uses.read(unit)
+        else:
+            unit.held = True
 
     def _used_by_outer(self, unit: ShardedUnit) -> bool:
-        return any(unit in frame.borrowed or unit in self._sharded_of.get(frame.module, ()) for frame in self._frames)
+        return any(unit in frame.use.units for frame in self._frames)
 
-    def _gather_before_backward(self, output: Any, used: list[ShardedUnit]) -> bool:
+    def _without_views(self, output: Any, leaving: list[ShardedUnit]) -> Any:
+        """The output, with copies in place of parameters and views of them: learned positions, queries.
+
+        Whoever gets them may keep them for longer than the unit stays gathered.
+        """
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if any(unit.holds(tensor) for unit in leaving) else tensor
+
+        return map_tensors(own, output)
+
+    def _gather_before_backward(self, output: Any, use: ModuleUse) -> bool:
         """Whether the output has tensors: those that need a gradient will announce the module's backward."""
-        gatherer = self._gatherer
-        assert gatherer is not None
+        gatherer, uses = self._gatherer, self._uses
+        assert gatherer is not None and uses is not None
 
-        def before_backward(gradient: torch.Tensor) -> None:
-            for unit in used:
+        def before_backward(_: torch.Tensor) -> None:
+            for unit in use.units:
                 gatherer.use(unit, backward=True)
+                # The graph of a gradient is made: a later backward will come here from where we cannot see it.
+                unit.held = unit.held or torch.is_grad_enabled()
+            uses.begin(use)
 
         found = list(output_tensors(output))
         for tensor in found:
@@ -295,7 +327,7 @@ class Hooks:
         return bool(found)
 
     def _gradient_hook(self, unit: Unit, index: int, on_gradient: OnGradient) -> Callable[[torch.Tensor], None]:
-        gatherer = self._gatherer
+        uses = self._uses
         spec = unit.layout.params[index]
 
         def hook(param: torch.Tensor) -> None:
@@ -314,8 +346,8 @@ class Hooks:
                     f"change the model before deepspeed.initialize"
                 )
             complete = on_gradient(unit, index, gradient.detach())
-            if complete and gatherer is not None and isinstance(unit, ShardedUnit):
-                gatherer.free(unit)
+            if complete and uses is not None and isinstance(unit, ShardedUnit):
+                uses.complete(unit)
 
         return hook
 
@@ -328,3 +360,21 @@ def output_tensors(output: Any) -> Iterator[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from output_tensors(getattr(leaf, field.name))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """The output with ``change`` made to its tensors; itself, if none was. Dataclasses are changed in place."""
+    found = list(output_tensors(output))
+    changed = {id(tensor): new for tensor, new in zip(found, map(change, found), strict=True) if new is not tensor}
+    if not changed:
+        return output
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return changed.get(id(leaf), leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(leaf, field.name, tree_map(put, getattr(leaf, field.name)))
+        return leaf
+
+    return tree_map(put, output)
