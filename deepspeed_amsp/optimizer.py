@@ -167,7 +167,8 @@ class AMSPOptimizer(OptimizerSurface):
     def _on_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
         refresh = self.should_refresh_expected_hook_count()
         self.reenter_backward_if_needed()
-        self._ask_engine()
+        if not self._reducer.open:
+            self._ask_engine()
         complete = self._reducer.add(unit, index, gradient)
         if refresh and not self._backward_hook_state.post_backward_callback_queued:
             # Only the fallback for a torch without post-backward callbacks needs the count.
@@ -265,7 +266,7 @@ class AMSPOptimizer(OptimizerSurface):
             norm = self._update.norm() * scale
         self._global_grad_norm = float("inf") if self.overflow else norm if settings.compute_norm else None
         self._skips.report(self.overflow, self.loss_scale)
-        with self._skips.one_line():
+        with self._skips.one_line(self.overflow):
             self.loss_scaler.update_scale(self.overflow)
         return self.overflow
 

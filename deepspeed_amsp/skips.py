@@ -27,8 +27,11 @@ class SkipReport:
             )
 
     @contextmanager
-    def one_line(self) -> Iterator[None]:
+    def one_line(self, overflow: bool) -> Iterator[None]:
         """Silence around DeepSpeed's loss scalers, which have an unlimited line of the same contents."""
+        if not overflow:
+            yield
+            return
         level = logger.level
         logger.setLevel(max(level, logging.ERROR))
         try:

@@ -39,7 +39,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -88,11 +88,11 @@ class Piece:
     stop: int
     shard_offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         return self.numel == self.param.numel
 

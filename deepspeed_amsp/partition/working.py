@@ -68,6 +68,9 @@ class BucketInPlace:
         """Make the parameters views of ``flat``, wherever that is now."""
         for param, (start, numel) in zip(self._params, self._ranges, strict=True):
             param.data = self.flat[start : start + numel].view(param.shape)
+        self._addresses = [param.data_ptr() for param in self._params]
+        self._parts: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Views to send, made once."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -79,22 +82,24 @@ class BucketInPlace:
             self._view(master.slot).copy_(master.value.data.view(-1))
 
     def parts(self, owners: range) -> list[torch.Tensor]:
-        start, stop = self._bounds[owners.start], self._bounds[owners.stop]
-        packed = [self.flat[start:stop]] if stop > start else []
-        return packed + [
-            self._units[piece.unit].piece_view(piece)
-            for piece in _joined([slot.piece for slot in self._cut if slot.owner in owners])
-        ]
+        key = owners.start, owners.stop
+        if key not in self._parts:
+            start, stop = self._bounds[owners.start], self._bounds[owners.stop]
+            self._parts[key] = [self.flat[start:stop]] if stop > start else []
+        if not self._cut:
+            return self._parts[key]
+        blocks = _joined([slot.piece for slot in self._cut if slot.owner in owners])
+        return self._parts[key] + [self._units[piece.unit].piece_view(piece) for piece in blocks]
 
     def whole(self) -> torch.Tensor:
         raise NotImplementedError("parameters in place have no padding, which an AllGather needs")
 
     def finish(self) -> None:
         """Whoever gave a parameter other memory (``param.data = ...``) gets the value there."""
-        for param, (start, numel) in zip(self._params, self._ranges, strict=True):
-            view = self.flat[start : start + numel]
-            if param.data_ptr() != view.data_ptr():
-                param.data.copy_(view.view(param.shape))
+        for index, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
+            if param.data_ptr() != address:
+                start, numel = self._ranges[index]
+                param.data.copy_(self.flat[start : start + numel].view(param.shape))
 
     def _view(self, slot: Slot) -> torch.Tensor:
         if not slot.piece.whole:

@@ -260,7 +260,7 @@ class GradientReducer:
         flat_gradient = gradient.reshape(-1)
         for bucket, slot in self._slots_of_param.get(unit.layout.params[index].name, ()):
             piece = slot.piece
-            self._stage(bucket, slot, flat_gradient[piece.start : piece.stop])
+            self._stage(bucket, slot, flat_gradient if piece.whole else flat_gradient[piece.start : piece.stop])
         if self._eager_buckets:
             self._start_ready_buckets()
         return False

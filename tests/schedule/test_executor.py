@@ -375,7 +375,7 @@ def number(factors: str, hierarchical: bool) -> int:
 @pytest.mark.parametrize("reduce", ["two_level", "all_reduce"])
 def test_many_steps_with_random_delays(reduce: str, publish: str) -> None:
     """Every collective is late by a random time: the losses are those of the undelayed run, bit by bit."""
-    steps = 200 if NIGHTLY else 20
+    steps = 200 if NIGHTLY else 8
     for sharding in (UNEQUAL, MIXED):
         choices = {"reduce": reduce, "publish": publish, "micro_batches": 2, "clip": 0.4, "optimizer": "adamw"}
         case = case_for(sharding, choices, model="recomputed", steps=steps)
