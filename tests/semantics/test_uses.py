@@ -395,6 +395,63 @@ def test_torch_func_inside_a_forward(sharding: Sharding, kind: str) -> None:
 # ---- what cannot be seen -----------------------------------------------------------------------------------
 
 
+class Hidden(nn.Module):
+    """Leaves its result on itself, or in an object that nobody can look into, and returns that or nothing."""
+
+    class Box:
+        def __init__(self, content: torch.Tensor) -> None:
+            self.content = content
+
+    def __init__(self, boxed: bool) -> None:
+        super().__init__()
+        self.boxed = boxed
+        self.weight = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH))
+        self.result: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        result = torch.tanh(hidden @ self.weight)
+        if self.boxed:
+            return self.Box(result)
+        self.result = result
+        return None
+
+
+class Hiding(m.Base):
+    def __init__(self, boxed: bool) -> None:
+        super().__init__()
+        self.hidden = Hidden(boxed)
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            output = self.hidden(hidden)
+            result = output.content if self.hidden.boxed else self.hidden.result
+            assert result is not None
+            hidden = hidden + result
+        return hidden
+
+
+def _two_graphs(trainer: Trainer) -> None:
+    """Two forwards, then their backwards, with a look in between."""
+    for step in range(trainer.run.steps):
+        losses = []
+        for part in range(2):
+            rows = trainer.rows(step, part)
+            losses.append(loss_of(trainer(rows), rows))
+        trainer.losses.append(sum(losses).item())
+        for loss in losses:
+            trainer.backward(loss)
+            with torch.no_grad():
+                trainer(trainer.rows(step, 2))
+        trainer.step()
+
+
+@trio
+@pytest.mark.parametrize("boxed", [False, True])
+def test_outputs_that_nobody_can_see(sharding: Sharding, boxed: bool) -> None:
+    """The end of one backward says nothing about the other graph."""
+    assert_parity(Run(sharding, partial(Hiding, boxed), loop=_two_graphs))
+
+
 class Stopped(m.Base):
     """One module uses its weight with and without its gradient: nothing says when the latter use is over."""
 
