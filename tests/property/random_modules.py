@@ -164,7 +164,7 @@ class RandomModule(nn.Module):
                 result = unwrap(self._call(block, inner, hidden))
                 hidden = result if block.chained and block.kind != "scale" else 0.5 * hidden + result
         if count is not None:
-            return hidden
+            return hidden[:, :FEATURES]
         if self.spec.tied_head:
             return F.linear(hidden, self.first.weight.t(), self.last.bias)
         return self.last(hidden)
