@@ -24,7 +24,15 @@ from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import read_zero_settings
 from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
 from deepspeed_amsp.mesh import launch_order_warning
-from deepspeed_amsp.model_checks import FREED, ModuleTree, is_compiled, refusal, refuse_config, refuse_model
+from deepspeed_amsp.model_checks import (
+    FREED,
+    ModuleTree,
+    is_compiled,
+    refusal,
+    refuse_config,
+    refuse_model,
+    refuse_scripted,
+)
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
@@ -69,6 +77,8 @@ class AMSPEngine(CheckpointingEngine):
         plan = make_plan(block, topology.world_size, topology.gpus_per_node)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
         plan = replace(plan, node_order=place_nodes(topology, plan.sharding))
+        if plan.sharding.s_p > 1:
+            refuse_scripted(model)
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
         self.amsp = Runtime(plan, topology)

@@ -50,6 +50,17 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
             raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Raises ConfigError for a ScriptModule with parameters, where parameters are sharded: it runs no hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise refusal(
+                "amsp.sharding.parameters",
+                f"{name or 'the model'} is a ScriptModule, which runs no hooks, so nothing gathers its parameters in "
+                f"time; set it to [1, 1] or do not script the module",
+            )
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model, a part of it, or one of their forward methods."""
     return any(

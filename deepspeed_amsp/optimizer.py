@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -345,35 +345,6 @@ class AMSPOptimizer(OptimizerSurface):
     @property
     def device(self) -> torch.device:
         return torch.device(self._engine.device)
-
-    def gather_unit(self, unit: ShardedUnit) -> None:
-        """Make a sharded unit readable outside a pass; whoever pins it keeps it so. Collective."""
-        assert self._gatherer is not None
-        self._gatherer.gather(unit)
-
-    def free_unit(self, unit: ShardedUnit) -> None:
-        """Drop the full copy of a unit that nobody has pinned any more."""
-        assert self._gatherer is not None
-        self._gatherer.free(unit)
-
-    def values_change(self) -> None:
-        """The working copies are about to be written: what was gathered before is stale."""
-        if self._gatherer is not None:
-            self._gatherer.values_change()
-
-    def values_changed(self) -> None:
-        """The working copies were written: who has gathered ones pinned sees the new values."""
-        if self._gatherer is not None:
-            self._gatherer.values_changed()
-
-    def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
-        """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
-        if self._gatherer is None:
-            return
-        for unit in self._gatherer.units:
-            self._gatherer.gather(unit)
-            yield unit, [param.data for param in unit.parameters]
-            self._gatherer.free(unit)
 
     def publish_all(self) -> None:
         """Rebuild all working copies from the masters (after a load)."""

@@ -1,18 +1,23 @@
-"""Attributes that DeepSpeed's engine and utilities duck-type on a ZeRO optimizer."""
+"""Attributes that DeepSpeed's engine and utilities duck-type on a ZeRO optimizer, and access to gathered units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
+from deepspeed_amsp.partition.params import ShardedUnit, Unit
+from deepspeed_amsp.schedule.gather import Gatherer
+
 
 class OptimizerSurface(ZeROOptimizer):  # type: ignore[misc]
-    """The base of AMSPOptimizer: loss scale, parameter groups and state, all of the user's own optimizer."""
+    """The base of AMSPOptimizer: loss scale, parameter groups and state, all of the user's own optimizer; and
+    sharded units for those who read or write them outside the passes."""
 
     optimizer: torch.optim.Optimizer
+    _gatherer: Gatherer | None
 
     def expose(self, loss_scaler: Any, states_group: Any) -> None:
         """Set what is read; ``states_group`` holds one replica of the optimizer states, which its ranks save."""
@@ -56,3 +61,32 @@ class OptimizerSurface(ZeROOptimizer):  # type: ignore[misc]
     @property
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
+
+    def gather_unit(self, unit: ShardedUnit) -> None:
+        """Make a sharded unit readable outside a pass; whoever pins it keeps it so. Collective."""
+        assert self._gatherer is not None
+        self._gatherer.gather(unit)
+
+    def free_unit(self, unit: ShardedUnit) -> None:
+        """Drop the full copy of a unit that nobody has pinned any more."""
+        assert self._gatherer is not None
+        self._gatherer.free(unit)
+
+    def values_change(self) -> None:
+        """The working copies are about to be written: what was gathered before is stale."""
+        if self._gatherer is not None:
+            self._gatherer.values_change()
+
+    def values_changed(self) -> None:
+        """The working copies were written: who has gathered ones pinned sees the new values."""
+        if self._gatherer is not None:
+            self._gatherer.values_changed()
+
+    def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
+        """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
+        if self._gatherer is None:
+            return
+        for unit in self._gatherer.units:
+            self._gatherer.gather(unit)
+            yield unit, [param.data for param in unit.parameters]
+            self._gatherer.free(unit)

@@ -13,6 +13,7 @@ published value, and a gathered one, whether or not the forward of the module th
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,11 +77,17 @@ class WatchedParameters(dict):  # type: ignore[type-arg]
 class Frame:
     """A module whose forward is running, with its own units, and behind them those that it read from others."""
 
-    __slots__ = ("module", "use")
+    __slots__ = ("_handled", "module", "use")
 
     def __init__(self, module: nn.Module, own: Sequence[ShardedUnit]) -> None:
         self.module = module
         self.use = ModuleUse(list(own))
+        self._handled = sys.exc_info()[1]
+
+    @property
+    def failed(self) -> bool:
+        """Asked when the forward is over: whether by an exception, as when a recomputation has all that it wants."""
+        return sys.exc_info()[1] is not self._handled
 
 
 class Hooks:
@@ -262,14 +269,14 @@ class Hooks:
 
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
         assert self._gatherer is not None
-        use = ModuleUse([])
+        use, failed = ModuleUse([]), False
         while self._frames:
             frame = self._frames.pop()
             frame.use.units += [unit for unit in use.units if unit not in frame.use.units]
-            use = frame.use
+            use, failed = frame.use, frame.failed
             if frame.module is module:
                 break
-        if not use.units:
+        if not use.units or (failed and in_backward()):
             return None
         leaving = [unit for unit in use.units if not self._used_by_outer(unit)]
         if not in_transform():

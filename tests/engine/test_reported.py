@@ -143,6 +143,8 @@ def _with_model(ds_config: dict[str, Any], kind: str) -> None:
         from deepspeed.moe.layer import MoE
 
         model: nn.Module = nn.Sequential(MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=1))
+    elif kind == "scripted":
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(torch.jit.script(nn.Linear(8, 8))))
     elif kind == "sparse":
         model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     else:
@@ -168,6 +170,7 @@ def _with_model(ds_config: dict[str, Any], kind: str) -> None:
         ("mpu", "zero1", 1, ["mpu"]),
         ("sparse", "zero1", 1, ["0.weight", "sparse"]),
         ("compile", "zero3", 3, ["torch.compile", "amsp.sharding.parameters"]),
+        ("scripted", "zero3", 3, ["1.0", "ScriptModule", "[1, 1]"]),
         ("deepcopy", "zero3", 3, ["cannot be copied"]),
         ("again", "zero3", 3, ["gain is empty", "destroyed"]),
     ],

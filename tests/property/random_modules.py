@@ -24,6 +24,8 @@ class Block:
 
     kind: see `_INNER`. tied: a "linear" uses the weight of the first "linear". times: how often in a forward.
     recompute: "", "plain" or "reentrant". wrap: what the block's forward returns. when: the steps that call it.
+    chained: calls follow each other directly, each on the last one's output. scaled: what is recomputed is a
+    function that reads a parameter of the model, too.
     """
 
     kind: str
@@ -33,15 +35,31 @@ class Block:
     recompute: str = ""
     wrap: str = ""
     when: str = "always"
+    chained: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
 class Spec:
+    """short: how many blocks an evaluation computes; None for all."""
+
     width: int
     blocks: tuple[Block, ...]
     frozen_first: bool = False
     tied_head: bool = False
     unused: bool = False
+    short: int | None = None
+
+
+class Returned(nn.Module):
+    """Returns a part of its parameter, with a view of all of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 3 * width).view(3, width))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.table[:2], self.table.t()
 
 
 class Inner(nn.Module):
@@ -63,6 +81,9 @@ class Inner(nn.Module):
             self.values = nn.ParameterList([torch.linspace(-1, 1, width), torch.full((1,), 0.1)])
         elif self.kind == "convolution":
             self.main = nn.Conv1d(1, 3, 3, padding=1)
+        elif self.kind == "returned":
+            self.source = Returned(width)
+            self.main = nn.Linear(width, width)
         elif self.kind == "empty":
             self.nothing = nn.Parameter(torch.empty(0, 3))
 
@@ -75,6 +96,9 @@ class Inner(nn.Module):
             return hidden
         if self.kind == "convolution":
             return self.main(hidden[:, None]).mean(dim=1)
+        if self.kind == "returned":
+            queries, keys = self.source()
+            return torch.softmax(hidden @ keys, dim=1)[:, :2] @ self.main(queries)
         if self.kind == "empty":
             return hidden + self.nothing.sum()
         return torch.tanh(self.main(hidden)) if self.kind == "linear" else self.main(hidden)
@@ -105,6 +129,8 @@ class RandomModule(nn.Module):
         self.first = nn.Linear(FEATURES, spec.width)
         self.blocks = nn.ModuleList(Inner(block, spec.width) for block in spec.blocks)
         self.last = nn.Linear(spec.width, FEATURES)
+        if any(block.scaled for block in spec.blocks):
+            self.gain = nn.Parameter(torch.linspace(0.5, 1.5, spec.width))
         if spec.unused:
             self.spare = nn.Linear(spec.width, 3)
         linears = [inner for inner in self.blocks if inner.kind == "linear"]
@@ -117,18 +143,28 @@ class RandomModule(nn.Module):
         if spec.frozen_first:
             self.first.requires_grad_(False)
 
+    def _call(self, block: Block, inner: nn.Module, hidden: torch.Tensor) -> Any:
+        def scaled(hidden: torch.Tensor) -> torch.Tensor:
+            # Bounded, since a plain product of the same gain, again and again, diverges.
+            return torch.cos(self.gain) * unwrap(inner(torch.tanh(hidden * self.gain)))
+
+        function = scaled if block.scaled else inner
+        if block.recompute:
+            return checkpoint(function, hidden, use_reentrant=block.recompute == "reentrant")
+        return function(hidden)
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(features(rows)))
         odd = step_of(rows) % 2 == 1
-        for block, inner in zip(self.spec.blocks, self.blocks, strict=True):
+        count = None if self.training else self.spec.short
+        for block, inner in list(zip(self.spec.blocks, self.blocks, strict=True))[:count]:
             if block.when != "always" and (block.when == "odd") != odd:
                 continue
             for _ in range(block.times):
-                if block.recompute:
-                    output = checkpoint(inner, hidden, use_reentrant=block.recompute == "reentrant")
-                else:
-                    output = inner(hidden)
-                hidden = 0.5 * hidden + unwrap(output)
+                result = unwrap(self._call(block, inner, hidden))
+                hidden = result if block.chained and block.kind != "scale" else 0.5 * hidden + result
+        if count is not None:
+            return hidden[:, :FEATURES]
         if self.spec.tied_head:
             return F.linear(hidden, self.first.weight.t(), self.last.bias)
         return self.last(hidden)
@@ -177,7 +213,7 @@ def random_loop(trainer: Trainer, kind: str, evaluate: str) -> None:
 
 # ---- strategies --------------------------------------------------------------------------------------------
 
-KINDS = ("linear", "mlp", "norm", "scale", "list", "convolution", "empty")
+KINDS = ("linear", "mlp", "norm", "scale", "list", "convolution", "returned", "empty")
 
 blocks = st.builds(
     Block,
@@ -188,6 +224,8 @@ blocks = st.builds(
     recompute=st.sampled_from(("", "plain", "reentrant")),
     wrap=st.sampled_from(("", "dict", "tuple", "dataclass")),
     when=st.sampled_from(("always", "always", "always", "odd", "even")),
+    chained=st.booleans(),
+    scaled=st.sampled_from((False, False, True)),
 ).map(
     # torch's reentrant checkpoint only takes tensors and tuples of them.
     lambda block: Block(**{**vars(block), "wrap": ""}) if block.recompute == "reentrant" else block
@@ -201,6 +239,7 @@ specs = st.builds(
     # Either leaves a bucket incomplete, so that hardly any is sent before the backward ends: not too often.
     tied_head=st.sampled_from((False, False, False, True)),
     unused=st.sampled_from((False, False, False, True)),
+    short=st.sampled_from((None, None, 0, 1)),
 )
 
 amsp_blocks = st.fixed_dictionaries(
