@@ -164,19 +164,18 @@ class AMSPOptimizer(OptimizerSurface):
 
     # ---- backward -----------------------------------------------------------------------------------------
 
-    def _on_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
+    def _on_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         refresh = self.should_refresh_expected_hook_count()
         self.reenter_backward_if_needed()
         if not self._reducer.open:
             self._ask_engine()
-        complete = self._reducer.add(unit, index, gradient)
+        self._reducer.add(unit, index, gradient)
         if refresh and not self._backward_hook_state.post_backward_callback_queued:
             # Only the fallback for a torch without post-backward callbacks needs the count.
             expected = count_used_parameters_in_backward(list(self._trainable))
         else:
             expected = self._max_expected_hooks_seen
         self.update_hook_state_and_maybe_run_epilogue(expected)
-        return complete
 
     def _ask_engine(self) -> None:
         self._reducer.boundary = self._engine.is_gradient_accumulation_boundary()

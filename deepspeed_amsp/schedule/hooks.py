@@ -27,7 +27,7 @@ from deepspeed_amsp.schedule.publish import Publisher
 from deepspeed_amsp.schedule.transforms import in_transform, outside_transforms
 from deepspeed_amsp.schedule.uses import ModuleUse, OpenUses, in_backward, running_backward
 
-OnGradient = Callable[[Unit, int, torch.Tensor], bool]
+OnGradient = Callable[[Unit, int, torch.Tensor], None]
 
 
 class WatchedParameters(dict):  # type: ignore[type-arg]
@@ -143,8 +143,8 @@ class Hooks:
             self._handles.append(model.register_forward_pre_hook(lambda *_: self._wait_early()))
 
     def watch_gradients(self, trainable: list[nn.Parameter], on_gradient: OnGradient) -> None:
-        """Hand every complete gradient of ``trainable`` to ``on_gradient(unit, index, gradient)``, which says
-        whether the unit now has all of its own; a sharded unit is freed then."""
+        """Hand every complete gradient of ``trainable`` to ``on_gradient(unit, index, gradient)``; a sharded unit that
+        has all of its own is freed."""
         for param in trainable:
             unit, index = self._unit_of[id(param)]
             hook = self._gradient_hook(unit, index, on_gradient)
@@ -352,9 +352,9 @@ class Hooks:
                     f"{spec.name} had shape {spec.shape} when the engine was made and has {tuple(gradient.shape)} now; "
                     f"change the model before deepspeed.initialize"
                 )
-            complete = on_gradient(unit, index, gradient.detach())
-            if complete and uses is not None and isinstance(unit, ShardedUnit):
-                uses.complete(unit)
+            on_gradient(unit, index, gradient.detach())
+            if uses is not None and isinstance(unit, ShardedUnit):
+                uses.gradient(unit, index)
 
         return hook
 

@@ -242,8 +242,8 @@ class GradientReducer:
     def _every_micro_batch(self) -> bool:
         return self._mesh.inner.size > 1
 
-    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> bool:
-        """Take over the gradient of parameter ``index`` of ``unit``. True when the unit has all of its own."""
+    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Take over the gradient of parameter ``index`` of ``unit``."""
         self.open = True
         self.poll()
         self._agreement.used(unit.layout.params[index].name)
@@ -255,15 +255,13 @@ class GradientReducer:
             # Ranks may use different parts of a leaf, so only the end of backward is the same point for all.
             if flat.complete and not unit.leaf:
                 self._reduce_unit(unit.index)
-                return True
-            return False
+            return
         flat_gradient = gradient.reshape(-1)
         for bucket, slot in self._slots_of_param.get(unit.layout.params[index].name, ()):
             piece = slot.piece
             self._stage(bucket, slot, flat_gradient if piece.whole else flat_gradient[piece.start : piece.stop])
         if self._eager_buckets:
             self._start_ready_buckets()
-        return False
 
     def end_of_backward(self) -> None:
         """Send what backward left behind: units with unused parameters, and the buckets not started yet."""

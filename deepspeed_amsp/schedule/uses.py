@@ -41,8 +41,8 @@ class OpenUses:
     A trained unit is freed when its gradients are complete, a frozen one when the inputs of all calls have their
     gradients; in both cases only when no call is open. What stays in doubt stays until the backward is over.
 
-    A gradient that is complete in one backward says nothing about the backwards around it (a re-entrant
-    checkpoint runs one inside another), so calls that were opened by an outer one stay open.
+    A gradient that arrives in one backward says nothing about the backwards around it (a re-entrant checkpoint runs
+    one inside another): they may bring another one, and calls that they opened stay open.
 
     Args:
         free: drops the full copy of a unit.
@@ -51,6 +51,7 @@ class OpenUses:
     def __init__(self, free: Callable[[ShardedUnit], None]) -> None:
         self._free = free
         self._open: dict[int, dict[ModuleUse, int]] = {}
+        self._arrived: dict[tuple[int, int], set[int]] = {}
         self._complete: set[int] = set()
 
     def begin(self, use: ModuleUse) -> None:
@@ -72,9 +73,16 @@ class OpenUses:
             if was_open and not others and (not unit.trainable or unit.index in self._complete):
                 self._free(unit)
 
-    def complete(self, unit: ShardedUnit) -> None:
-        """All parameters of a unit have the gradient of the running backward."""
+    def gradient(self, unit: ShardedUnit, index: int) -> None:
+        """Parameter ``index`` of a unit has its gradient of the running backward.
+
+        Ranks may use different parts of a leaf, so one is never freed before the end, which is the same for all.
+        """
         now = running_backward()
+        arrived = self._arrived.setdefault((unit.index, now), set())
+        arrived.add(index)
+        if len(arrived) < len(unit.parameters) or unit.leaf:
+            return
         outer = {use: begun for use, begun in self._open.get(unit.index, {}).items() if begun < now}
         self._open[unit.index] = outer
         self._complete.add(unit.index)
@@ -84,4 +92,5 @@ class OpenUses:
     def clear(self) -> None:
         """The outermost backward is over."""
         self._open.clear()
+        self._arrived.clear()
         self._complete.clear()

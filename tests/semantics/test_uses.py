@@ -308,6 +308,29 @@ def test_a_checkpointed_function_that_reads_parameters(sharding: Sharding, recom
     assert_parity(run, rtol=2e-5, atol=2e-6)
 
 
+class TiedAcross(m.Base):
+    """A weight used inside of a re-entrant checkpoint and, with a bias of its own, in another way outside of it."""
+
+    def __init__(self, outside: str) -> None:
+        super().__init__()
+        self.outside = outside
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.one, hidden, use_reentrant=False) if self.outside == "plain" else self.one(hidden)
+        hidden = checkpoint(self.other, torch.tanh(hidden), use_reentrant=True)
+        return self.one(hidden) if self.outside == "both" else hidden
+
+
+@trio
+@pytest.mark.parametrize("outside", ["plain", "before", "both"])
+def test_a_weight_tied_across_a_checkpoint(sharding: Sharding, outside: str) -> None:
+    """The checkpoint's gradient of the weight does not make the unit complete for the backward around it."""
+    assert_parity(Run(sharding, partial(TiedAcross, outside), micro_batches=2))
+
+
 # ---- gradients of gradients --------------------------------------------------------------------------------
 
 
