@@ -234,8 +234,9 @@ class Expected:
 
         G: what rests, and a bucket in the making. Gather: the unit in use and one that prefetching adds beyond its
         64 MiB; a recomputed layer keeps what it gathered, and the next one is prefetched. Reduce: two units, a bucket
-        in every stage, one in the making, and the parts that buckets have become. Publish: nothing where parameters are sent in place, else all buckets may
-        be under way. Step: fp32 gradients of one bucket, and the norms of its pieces. Other: scalars.
+        in every stage, one in the making, and the parts that buckets have become. Publish: nothing where parameters
+        are sent in place, else all buckets may be under way. Step: fp32 gradients of one bucket, and the norms of its
+        pieces. Other: scalars.
         """
         s = self.plan.sharding
         rest, units = self.at_rest(), [WORKING * self.shard(unit) * s.s_p for unit in self.units]
