@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.scale.support.cases import CASES, RANKS, Case
 from tests.scale.support.forks import in_processes
 from tests.scale.support.measure import Figures, measure_here
 
-NIGHTLY = os.environ.get("AMSP_NIGHTLY") == "1"
 FEW_LAYERS = 2
 """Of the normal suite, of the true width: there are buckets of every kind, and matrices with several owners."""
 

@@ -234,8 +234,9 @@ class Expected:
 
         G: what rests, and a bucket in the making. Gather: the unit in use and one that prefetching adds beyond its
         64 MiB; a recomputed layer keeps what it gathered, and the next one is prefetched. Reduce: two units, a bucket
-        in every stage and one in the making. Publish: nothing where parameters are sent in place, else all buckets may
-        be under way. Step: fp32 gradients of one bucket, and the norms of its pieces.
+        in every stage, one in the making, and the parts that buckets have become. Publish: nothing where parameters
+        are sent in place, else all buckets may be under way. Step: fp32 gradients of one bucket, and the norms of its
+        pieces. Other: scalars.
         """
         s = self.plan.sharding
         rest, units = self.at_rest(), [WORKING * self.shard(unit) * s.s_p for unit in self.units]
@@ -246,9 +247,10 @@ class Expected:
         return {
             "G": max(rest["G owned"], rest.get("G resting", 0)) + max(buckets),
             "gather buffers": 2 * layer + 2 * max(units) if s.s_p > 1 else 0,
-            "reduce buffers": (3 if self.nodes == 1 else 4) * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
+            "reduce buffers": (4 if self.nodes == 1 else 5) * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
             "publish buffers": 0 if in_place else sum(buckets),
             "step": WIDE * max(bucket.owned(self.owner) for bucket in self.buckets) + SMALL,
+            "other": SMALL,
         }
 
 

@@ -103,4 +103,4 @@ CASES = (
 states over two nodes with collectives in two stages."""
 
 RANKS = (0, 1, 7, 8, 1023)
-"""The first and last of a node, the first of the next, and the last of all."""
+"""The first two and the last of a node, the first of the next, and the last of all."""

@@ -129,7 +129,7 @@ class Memory:
             self.at_peak = Counter(self.now)
 
     def _category(self, frame: FrameType | None) -> Category:
-        """By the innermost room of the package that is on the stack, else by the phase."""
+        """By the innermost room on the stack that has buffers of its own, else by the phase."""
         recomputing = False
         while frame is not None:
             room = self._room(frame.f_code)
@@ -152,4 +152,4 @@ def _classify(path: str) -> Category | str | None:
         return "recomputation"
     if not path.startswith(_PACKAGE):
         return None
-    return _ROOMS.get(path.removeprefix(_PACKAGE).removesuffix(".py"), Category.OTHER)
+    return _ROOMS.get(path.removeprefix(_PACKAGE).removesuffix(".py"))
