@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -408,11 +409,18 @@ class Transformed(m.Base):
         return self.function(torch.tanh(torch.func.functional_call(self.one, scaled, (hidden,))))
 
 
+def _with_torchs_own_linear(trainer: Any) -> None:
+    """DeepSpeed's stage 3, which another test of this process may have run, leaves a linear without forward mode."""
+    with mock.patch.object(F, "linear", torch._C._nn.linear):
+        _evaluating_too(trainer)
+
+
 @trio
 @pytest.mark.parametrize("kind", ["grad", "jvp", "vmap", "each", "call"])
 def test_torch_func_inside_a_forward(sharding: Sharding, kind: str) -> None:
     """Parameters arrive in the middle of a transform, which must not take that for a part of the function."""
-    assert_parity(Run(sharding, partial(Transformed, kind), loop=_evaluating_too, bucket_bytes=100), atol=2e-6)
+    run = Run(sharding, partial(Transformed, kind), loop=_with_torchs_own_linear, bucket_bytes=100)
+    assert_parity(run, atol=2e-6)
 
 
 # ---- what cannot be seen -----------------------------------------------------------------------------------
