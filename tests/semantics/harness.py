@@ -58,6 +58,8 @@ spread = over(SPREAD)
 short_spread = over(SHORT_SPREAD)
 trio = over(TRIO)
 pair = over(PAIR)
+few = over(SPREAD if NIGHTLY else PAIR)
+"""For cases with very many variants: whole and sharded parameters."""
 
 
 # ---- one loop, two trainers --------------------------------------------------------------------------------

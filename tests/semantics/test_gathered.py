@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param,
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import Run, assert_matches, assert_parity, loss_of, on_ranks, plain_loop, reference, trio
+from tests.semantics.harness import Run, assert_matches, assert_parity, loss_of, on_ranks, plain_loop, reference
 
 # ---- a forward that ends early -----------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def _ending_early(trainer: Any, end: str, change: str) -> None:
             CHANGES[change](trainer)
 
 
-@trio
+@few
 @pytest.mark.parametrize(
     ("end", "change"),
     [("exception", "step"), ("exception_with_grad", "step"), *(("branch", change) for change in CHANGES)],
@@ -154,7 +154,7 @@ GATHERED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@trio
+@few
 @pytest.mark.parametrize(
     ("load", "gathered"), [("all", "ahead"), ("module", "ahead"), ("module", "kept"), ("weights", "persistent")]
 )
@@ -193,7 +193,7 @@ def _pinned(trainer: Any, some: bool) -> None:
     plain_loop(trainer)
 
 
-@trio
+@few
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("publish", ["broadcast", "all_gather"])
 def test_steps_inside_gathered_parameters(sharding: Sharding, some: bool, publish: str) -> None:
@@ -225,7 +225,7 @@ def _pinned_load(trainer: Any, folder: str) -> None:
             plain_loop(trainer)
 
 
-@trio
+@few
 def test_loads_inside_gathered_parameters(sharding: Sharding, tmp_path: Path) -> None:
     loop = partial(_pinned_load, folder=str(tmp_path))
     assert_parity(Run(sharding, m.Plain, loop=loop, optimizer="plain_sgd"))

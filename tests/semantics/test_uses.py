@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import CUT, Run, Trainer, assert_parity, loss_of, on_ranks, over, plain_loop, trio
+from tests.semantics.harness import CUT, Run, Trainer, assert_parity, loss_of, on_ranks, over, plain_loop
 
 WIDTH = m.WIDTH
 
@@ -87,7 +87,7 @@ def _evaluating_too(trainer: Trainer) -> None:
         trainer.step()
 
 
-@trio
+@few
 @pytest.mark.parametrize(
     ("how", "frozen", "recompute"),
     [
@@ -121,7 +121,7 @@ def _outliving(trainer: Trainer) -> None:
     assert all(value.isfinite().all() and value.shape == (4, WIDTH) for value in kept)
 
 
-@trio
+@few
 def test_what_was_returned_outlives_graphs_and_steps(sharding: Sharding) -> None:
     assert_parity(Run(sharding, partial(Returning, "whole", False, ""), loop=_outliving))
 
@@ -138,7 +138,7 @@ class Listing(m.Plain):
         return super().forward(rows) + 0.05 * penalty + 0.1 * named["bias"].mean()
 
 
-@trio
+@few
 def test_parameters_listed_in_a_forward(sharding: Sharding) -> None:
     assert_parity(Run(sharding, Listing, micro_batches=2, amsp={"prefetch_bytes": 300}))
 
@@ -302,7 +302,7 @@ class ScaledModel(m.Base):
         return hidden
 
 
-@trio
+@few
 @pytest.mark.parametrize("recompute", ["plain", "reentrant"])
 def test_a_checkpointed_function_that_reads_parameters(sharding: Sharding, recompute: str) -> None:
     run = Run(sharding, partial(ScaledModel, recompute), micro_batches=2, adversarial=True)
@@ -325,7 +325,7 @@ class TiedAcross(m.Base):
         return self.one(hidden) if self.outside == "both" else hidden
 
 
-@trio
+@few
 @pytest.mark.parametrize("outside", ["plain", "before", "both"])
 def test_a_weight_tied_across_a_checkpoint(sharding: Sharding, outside: str) -> None:
     """The checkpoint's gradient of the weight does not make the unit complete for the backward around it."""
@@ -369,7 +369,7 @@ class Forces(m.Base):
         return forces
 
 
-@trio
+@few
 @pytest.mark.parametrize(
     ("model", "loop", "micro_batches"),
     [(m.Plain, _penalty, 1), (m.Adapted, _penalty, 2), (Forces, _evaluating_too, 1)],
@@ -415,7 +415,7 @@ def _with_torchs_own_linear(trainer: Any) -> None:
         _evaluating_too(trainer)
 
 
-@trio
+@few
 @pytest.mark.parametrize("kind", ["grad", "jvp", "vmap", "each", "call"])
 def test_torch_func_inside_a_forward(sharding: Sharding, kind: str) -> None:
     """Parameters arrive in the middle of a transform, which must not take that for a part of the function."""
@@ -476,7 +476,7 @@ def _two_graphs(trainer: Trainer) -> None:
         trainer.step()
 
 
-@trio
+@few
 @pytest.mark.parametrize("boxed", [False, True])
 def test_outputs_that_nobody_can_see(sharding: Sharding, boxed: bool) -> None:
     """The end of one backward says nothing about the other graph."""
