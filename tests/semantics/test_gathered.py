@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param,
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import Run, assert_matches, assert_parity, loss_of, on_ranks, plain_loop, reference
+from tests.semantics.harness import Run, assert_matches, assert_parity, few, loss_of, on_ranks, plain_loop, reference
 
 # ---- a forward that ends early -----------------------------------------------------------------------------
 

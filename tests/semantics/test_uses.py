@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
-from tests.semantics.harness import CUT, Run, Trainer, assert_parity, loss_of, on_ranks, over, plain_loop
+from tests.semantics.harness import CUT, Run, Trainer, assert_parity, few, loss_of, on_ranks, over, plain_loop
 
 WIDTH = m.WIDTH
 
