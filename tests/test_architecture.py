@@ -126,6 +126,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             r"DeepSpeedEngine\b",
             {"engine.py", "checkpoint/engine.py", "compat.py", "install.py"},
         ),
+        ("coalesces collectives, which gloo does not know (case I4)", r"_coalescing_manager", set()),
         ("talks to torch.cuda", r"torch\.cuda", set()),
         ("synchronises the host in the hot path", r"\.synchronize\(|record_stream", {"trace/clock.py"}),
         ("reads a tensor on the host", r"\.item\(\)", {"optimizer.py"}),

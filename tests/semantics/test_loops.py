@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
 from tests.semantics.harness import (
+    DDP,
     LOCAL_STATES,
     MICS,
     MIXED,
@@ -413,3 +414,13 @@ def test_fifty_steps(sharding: Sharding) -> None:
     assert len(held[0].losses) == 50 and all(0 < norm < 10 for norm in held[0].norms)
     early, late = sum(held[0].losses[:10]), sum(held[0].losses[-10:])
     assert late < early, "the model learns"
+
+
+@over([UNEQUAL, ZERO3])
+def test_fifty_steps_in_bf16(sharding: Sharding) -> None:
+    """The curve of plain data parallelism, up to what bf16 rounds (case I1)."""
+    run = Run(sharding, m.Plain, steps=50, clip=0.5, dtype=torch.bfloat16)
+    held, plain = on_ranks(run), on_ranks(run.but(sharding=DDP))
+    for mine, other in zip(held, plain, strict=True):
+        torch.testing.assert_close(mine.losses, other.losses, rtol=2e-2, atol=5e-3)
+        assert all(0 < norm < 10 for norm in mine.norms)

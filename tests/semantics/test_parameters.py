@@ -384,3 +384,35 @@ def test_surgery_before_initialize(sharding: Sharding) -> None:
     model = m.Plain()
     _grow(model)
     assert_matches(on_ranks(run), reference(run, module=model))
+
+
+class MixedTypes(m.Base):
+    """fp32 and fp64 side by side, also within one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(m.WIDTH, m.WIDTH).double()
+        self.norm = nn.LayerNorm(m.WIDTH).double()
+        self.inner = nn.Linear(m.WIDTH, m.WIDTH)
+        self.inner.bias.data = self.inner.bias.data.double()
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.wide(hidden.double()))).float()
+        return hidden @ self.inner.weight + self.inner.bias.float()
+
+
+class OneParameter(nn.Module):
+    """Fewer tensors than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.1, 0.1, m.FEATURES))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return m.features(rows) * self.weight
+
+
+@trio
+@pytest.mark.parametrize("model", [MixedTypes, OneParameter])
+def test_dtypes_side_by_side_and_more_ranks_than_tensors(sharding: Sharding, model: type[nn.Module]) -> None:
+    assert_parity(Run(sharding, model, micro_batches=2, clip=0.3))
