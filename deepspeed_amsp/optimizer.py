@@ -79,7 +79,7 @@ class AMSPOptimizer(OptimizerSurface):
             units,
             set(self._trainable.values()),
             mesh.coordinates.param,
-            OwnerGrid(tuple(group.size for group in mesh.stages), kept=len(mesh.inner_stages)),
+            OwnerGrid(tuple(group.size for group in mesh.stages)),
             settings.bucket_numel,
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
             uniform=plan.publish is PublishMode.ALL_GATHER,

@@ -152,11 +152,9 @@ class OwnerGrid:
 
     sizes: lengths of the stages, first reduced first. An owner's number is its coordinates read as digits, the
         first stage's the most significant, so that what a rank holds after every stage is one run of owners.
-    kept: how many stages every micro-batch goes through (s_g > s_p); the last micro-batch goes through all.
     """
 
     sizes: tuple[int, ...]
-    kept: int = 0
 
     @property
     def size(self) -> int:
@@ -222,7 +220,8 @@ class BucketLayout:
     def held_range(self, prefix: Sequence[int]) -> tuple[int, int]:
         """(offset, length) of what the ranks with these first coordinates hold after as many stages."""
         owners = self.grid.owners(prefix)
-        return self.sections[owners[0]][0], sum(self.sections[owner][1] for owner in owners)
+        (start, _), (last, length) = self.sections[owners[0]], self.sections[owners[-1]]
+        return start, last + length - start
 
     def splits(self, prefix: Sequence[int]) -> tuple[int, ...]:
         """How the stage after ``prefix`` cuts what is held before it: lengths by the next coordinate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -51,15 +52,13 @@ class BucketInPlace:
         packed.sort(key=lambda slot: slot.offset)
         self._params = [_parameter(units, slot) for slot in packed]
         sizes = [slot.piece.numel for slot in packed]
-        self._bounds = [0] * (len(layout.sections) + 1)
-        for slot in packed:
-            self._bounds[slot.owner + 1] += slot.piece.numel
-        for owner in range(len(layout.sections)):
-            self._bounds[owner + 1] += self._bounds[owner]
+        starts = list(accumulate(sizes, initial=0))
+        owned = [sum(slot.piece.numel for slot in packed if slot.owner == o) for o in range(len(layout.sections))]
+        self._bounds = list(accumulate(owned, initial=0))
         example = units[layout.units[0]].piece_view(layout.slots[0].piece)
-        self.flat = torch.empty(sum(sizes), dtype=example.dtype, device=example.device)
-        self._offsets = dict(zip((slot.offset for slot in packed), _starts(sizes), strict=True))
-        self._ranges = [(self._offsets[slot.offset], slot.piece.numel) for slot in packed]
+        self.flat = torch.empty(starts.pop(), dtype=example.dtype, device=example.device)
+        self._offsets = dict(zip((slot.offset for slot in packed), starts, strict=True))
+        self._ranges = list(zip(starts, sizes, strict=True))
         for param, (start, numel) in zip(self._params, self._ranges, strict=True):
             self.flat[start : start + numel].copy_(param.data.reshape(-1))
         self.point()
@@ -175,11 +174,3 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             joined.append(piece)
     return joined
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts, cursor = [], 0
-    for size in sizes:
-        starts.append(cursor)
-        cursor += size
-    return starts

@@ -18,7 +18,6 @@ REMEMBERED = 20_000
 _UNSAID = -(2**62)
 """What a rank says about other groups' orders; every rank's own hash is larger."""
 
-
 _USED, _LATE = 1, 2
 """Flags of a parameter; the largest of all ranks counts, 0 is unused."""
 

@@ -62,13 +62,8 @@ class DirectChain:
         self._last.clear()
 
     def _issue(self, stages: Stages) -> list[Ticket]:
-        """Every stage, each behind the one before; the last one is the reader's to wait for."""
-        tickets = next(stages)
-        for _ in range(STAGES - 1 if self._stream is not None else 0):
-            for ticket in tickets:
-                ticket.wait(aside=True)
-            tickets = next(stages)
-        return tickets
+        first = next(stages)
+        return first if self._stream is None else _issue_rest(stages, first)
 
 
 @dataclass
@@ -115,17 +110,19 @@ class ThreadChain:
         while (job := self._queue.get()) is not None:
             try:
                 with self._comm.logging_to(job.log):
-                    self._issue(job)
+                    job.tickets = _issue_rest(job.stages, job.tickets)
             except Exception as error:  # noqa: BLE001 (handed to whoever waits for the job)
                 job.error = error
             job.issued.set()
 
-    def _issue(self, job: _Job) -> None:
-        """Every stage but the first, each when the one before has arrived; the last one is the reader's to wait for."""
-        for _ in range(STAGES - 1):
-            for ticket in job.tickets:
-                ticket.wait(aside=True)
-            job.tickets = next(job.stages)
+
+def _issue_rest(stages: Stages, tickets: list[Ticket]) -> list[Ticket]:
+    """Every stage after the first, each behind the one before; the last one is the reader's to wait for."""
+    for _ in range(STAGES - 1):
+        for ticket in tickets:
+            ticket.wait(aside=True)
+        tickets = next(stages)
+    return tickets
 
 
 def make_chain(comm: Communicator, device: torch.device, staged: bool) -> Chain:

@@ -230,7 +230,8 @@ class Hooks:
         else:
             self._uses.read(unit)
         if not unit.readable:
-            self._gatherer.use(unit, in_backward(), recomputed=in_backward())
+            backward = in_backward()
+            self._gatherer.use(unit, backward, recomputed=backward)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None

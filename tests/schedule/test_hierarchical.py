@@ -12,7 +12,7 @@ from tests.parity.cases import NIGHTLY, case_for
 from tests.parity.test_parity import check
 from tests.schedule.test_collectives import FP32, PHI, Log, gathers, scalars
 from tests.semantics import modules as m
-from tests.semantics.harness import Run, assert_matches, job, reference
+from tests.semantics.harness import Run, Trainer, assert_matches, job, one_step, reference
 from tests.support.jobs import Case, Report, make_engine, report_of, train_step
 from tests.support.models import Even
 from tests.support.pool import pool
@@ -121,19 +121,12 @@ def test_a_step_issues_exactly_these(sharding: Sharding, mode: tuple[str, str, i
         assert Counter(report.log) == formula(sharding, *mode)
 
 
-def _rank_zero_looks(trainer: object) -> None:
+def _rank_zero_looks(trainer: Trainer) -> None:
     """Between two steps rank 0 alone reads every parameter, and then all meet at a barrier."""
     import torch.distributed as dist
 
-    from tests.semantics.harness import OnRank, loss_of
-
-    assert isinstance(trainer, OnRank)
     for step in range(trainer.run.steps):
-        rows = trainer.rows(step, 0)
-        loss = loss_of(trainer(rows), rows)
-        trainer.losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
+        one_step(trainer, step)
         if dist.get_rank() == 0:
             sum(float(param.detach().sum()) for param in trainer.module.parameters())
         dist.barrier()

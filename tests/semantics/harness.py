@@ -100,14 +100,19 @@ def loss_of(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return (output.float() - target).square().mean()
 
 
+def one_step(trainer: Trainer, step: int) -> None:
+    """One accumulation window."""
+    for micro in range(trainer.run.micro_batches):
+        rows = trainer.rows(step, micro)
+        loss = loss_of(trainer(rows), rows)
+        trainer.losses.append(loss.item())
+        trainer.backward(loss)
+        trainer.step()
+
+
 def plain_loop(trainer: Trainer) -> None:
     for step in range(trainer.run.steps):
-        for micro in range(trainer.run.micro_batches):
-            rows = trainer.rows(step, micro)
-            loss = loss_of(trainer(rows), rows)
-            trainer.losses.append(loss.item())
-            trainer.backward(loss)
-            trainer.step()
+        one_step(trainer, step)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tests.semantics.harness import (
     label,
     loss_of,
     on_ranks,
+    one_step,
     over,
     plain_loop,
     reference,
@@ -149,11 +150,7 @@ READERS = [_by_attribute, _by_listing, _by_state_dict, _by_copy, _by_submodule_s
 def _reading(trainer: Any) -> None:
     """Right after every step, one way of reading the model: a different one in each step."""
     for step in range(trainer.run.steps):
-        rows = trainer.rows(step, 0)
-        loss = loss_of(trainer(rows), rows)
-        trainer.losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
+        one_step(trainer, step)
         read = READERS[step % len(READERS)](trainer.module)
         trainer.notes.append(sum(value.detach().double().abs().sum().item() for value in read))
 
@@ -177,11 +174,7 @@ def _averaging(trainer: Any) -> None:
     kept = list(trainer.module.parameters())
     average = [param.detach().clone() for param in kept]
     for step in range(trainer.run.steps):
-        rows = trainer.rows(step, 0)
-        loss = loss_of(trainer(rows), rows)
-        trainer.losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
+        one_step(trainer, step)
         for mean, param in zip(average, kept, strict=True):
             mean.lerp_(param.detach(), 0.5)
     trainer.notes.append(sum(mean.double().abs().sum().item() for mean in average))

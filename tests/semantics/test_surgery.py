@@ -17,6 +17,7 @@ from tests.semantics.harness import (
     assert_parity,
     loss_of,
     on_ranks,
+    one_step,
     pair,
     plain_loop,
     reference,
@@ -154,11 +155,7 @@ def test_a_weight_that_its_own_forward_rewrites_is_refused(sharding: Sharding) -
 def _functional(trainer: Trainer) -> None:
     """torch.func.functional_call puts other tensors into the module for the time of a call."""
     for step in range(trainer.run.steps):
-        rows = trainer.rows(step, 0)
-        loss = loss_of(trainer(rows), rows)
-        trainer.losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
+        one_step(trainer, step)
         scaled = {name: value.detach() * 1.1 for name, value in trainer.module.named_parameters()}
         found = torch.func.functional_call(trainer.module, scaled, (trainer.rows(0, 0),))
         trainer.notes.append(found.double().square().mean().item())

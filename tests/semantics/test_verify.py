@@ -21,6 +21,7 @@ from tests.semantics.harness import (
     label,
     loss_of,
     on_ranks,
+    one_step,
     over,
     plain_loop,
     reference,
@@ -31,11 +32,7 @@ from tests.semantics.harness import (
 def _checks(trainer: Any) -> None:
     """Notes per step whether anything was sent that a run without verifying does not send."""
     for step in range(trainer.run.steps):
-        rows = trainer.rows(step, 0)
-        loss = loss_of(trainer(rows), rows)
-        trainer.losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
+        one_step(trainer, step)
         if trainer.engine is not None:
             trainer.notes.append(sum("checksum" in entry.label for entry in trainer.engine.amsp.comm.last_step))
 

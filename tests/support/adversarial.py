@@ -46,6 +46,7 @@ from torch.distributed import device_mesh
 
 from tests.support import worker
 from tests.support.buffers import bytes_of, overlap, poison, private_copy, storage_of
+from tests.support.groups import PythonGroup
 
 NAME = "adversarial"
 Start = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
@@ -194,7 +195,7 @@ class Ticket(dist.Work):
         return self._waited
 
 
-class AdversarialGroup(dist.ProcessGroup):
+class AdversarialGroup(PythonGroup):
     """A process group of its own (not a backend inside one), so that Python sees each call that dist makes.
 
     The methods are those that ``torch.distributed`` calls on a group, with its arguments; each returns a
@@ -202,22 +203,11 @@ class AdversarialGroup(dist.ProcessGroup):
     collectives (which come from C++) are not there.
     """
 
+    backend = NAME
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # the form with a store cannot be subclassed in Python
+        super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._name = ""
-
-    def getBackendName(self) -> str:
-        """The registered name."""
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        """The name under which dist has registered this group (the base class would ask a backend inside)."""
-        return self._name
 
     def allreduce(self, tensors: list[torch.Tensor], *opts: Any) -> Any:
         """``dist.all_reduce``."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.adversarial import RaceError
+from tests.support.groups import PythonGroup
 
 NAME = "recording"
 
@@ -137,23 +138,13 @@ class Flight(dist.Work):
         return self._waited
 
 
-class RecordingGroup(dist.ProcessGroup):
+class RecordingGroup(PythonGroup):
     """The methods that ``torch.distributed`` calls on a group, for the collectives that the package uses."""
+
+    backend = NAME
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._name = ""
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        """The name under which dist has registered this group (the base class would ask a backend inside)."""
-        return self._name
 
     def allreduce(self, tensors: list[torch.Tensor], *_: Any) -> Flight:
         return self._issue("all_reduce", [], tensors, tensors[0])
