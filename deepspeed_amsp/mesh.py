@@ -147,6 +147,15 @@ class Span:
     def size(self) -> int:
         return self.flat.size
 
+    @property
+    def stage_sizes(self) -> list[int]:
+        """Ranks in each stage of an AllReduce: there, across nodes, and back."""
+        return (
+            [self.size]
+            if self.node is None or self.cross is None
+            else [self.node.size, self.cross.size, self.node.size]
+        )
+
 
 class Mesh:
     """Process groups of one plan.

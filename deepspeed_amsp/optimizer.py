@@ -199,6 +199,7 @@ class AMSPOptimizer(OptimizerSurface):
     def backward_epilogue(self, **_: Any) -> None:
         if self._engine.inside_no_sync_ctxt:
             self._reducer.close_held_round()
+        self._reducer.settle()
         self._hooks.end_backward()
 
     # ---- step ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ send yields None instead: the n-th yield of every route must use the same group 
 class _Flight:
     key: int
     route: Stages
+    last: int
     ticket: Ticket | None
     stage: int
 
@@ -43,15 +44,19 @@ class Pipeline:
         self._limit = limit
         self._flight: deque[_Flight] = deque()
 
-    def start(self, key: int, route: Stages) -> None:
-        """Issue the first stage of ``route``, one of those that `finish` knows as ``key``."""
+    def start(self, key: int, route: Stages, last: int = 0) -> None:
+        """Issue the first stage of ``route``, one of those that `finish` knows as ``key``.
+
+        Args:
+            last: number of the last stage in which something may be sent; see `settle`.
+        """
         if self._polls:
             self.poll()
             while len(self._flight) > self._limit:
                 self._advance_all()
         else:
             self._advance_all(keep=self._limit - 1)
-        first = self._step(key, route, 0)
+        first = self._step(key, route, last, 0)
         if first is not None:
             self._flight.append(first)
 
@@ -78,6 +83,19 @@ class Pipeline:
                 oldest = self._next(oldest)
             self.poll()
 
+    def settle(self) -> None:
+        """Issue whatever there is to issue; only last stages may still be under way.
+
+        Who leaves a backward goes wherever the user's loop goes, a barrier for one, while another rank may still
+        wait in its own backward for a stage of these routes.
+        """
+        while any(flight.stage < flight.last for flight in self._flight):
+            older, self._flight = self._flight, deque()
+            for flight in older:
+                current = self._next(flight) if flight.stage < flight.last else flight
+                if current is not None:
+                    self._flight.append(current)
+
     def drain(self) -> None:
         """Finish every route, stage by stage in order of their start."""
         while self._flight:
@@ -96,10 +114,10 @@ class Pipeline:
     def _next(self, flight: _Flight) -> _Flight | None:
         if flight.ticket is not None:
             flight.ticket.wait()
-        return self._step(flight.key, flight.route, flight.stage + 1)
+        return self._step(flight.key, flight.route, flight.last, flight.stage + 1)
 
-    def _step(self, key: int, route: Stages, stage: int) -> _Flight | None:
+    def _step(self, key: int, route: Stages, last: int, stage: int) -> _Flight | None:
         try:
-            return _Flight(key, route, next(route), stage)
+            return _Flight(key, route, last, next(route), stage)
         except StopIteration:
             return None

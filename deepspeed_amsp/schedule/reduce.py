@@ -40,6 +40,14 @@ class ReduceRoute:
         """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
         raise NotImplementedError
 
+    def last_stage(self, final: bool) -> int:
+        """Number of the last stage of `final` or `partial` in which something may be sent."""
+        return max((stage for stage, size in enumerate(self._sizes(final)) if size > 1), default=0)
+
+    def _sizes(self, final: bool) -> list[int]:
+        """By stage, how many ranks take part."""
+        raise NotImplementedError
+
     def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
         return resting.to(self._wire if self._wire is not None else bucket.param_dtype)
 
@@ -64,6 +72,9 @@ class ReduceRoute:
 
 class AllReduceRoute(ReduceRoute):
     """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
+
+    def _sizes(self, final: bool) -> list[int]:
+        return (self._mesh.data if final else self._mesh.inner).stage_sizes
 
     def partial(self, bucket: BucketGradients) -> Stages:
         staged = self._sent(bucket, bucket.take_staged())
@@ -90,6 +101,10 @@ class TwoLevelRoute(ReduceRoute):
     A group in which nobody owns anything of the bucket has nothing to send: all its members see the same
     sizes, so all of them skip the call.
     """
+
+    def _sizes(self, final: bool) -> list[int]:
+        stages = [group.size for group in (self._mesh.stages if final else self._mesh.inner_stages)]
+        return stages + (self._mesh.replicate.stage_sizes if final else [])
 
     def partial(self, bucket: BucketGradients) -> Stages:
         sent = self._sent(bucket, bucket.take_staged())
@@ -275,7 +290,12 @@ class GradientReducer:
         if self.boundary or self._every_micro_batch:
             self._start_buckets(down_to=0)
             self.held = False
+        self.settle()
         self._reset_round()
+
+    def settle(self) -> None:
+        """Before the user's loop goes on: nothing that another rank's backward may wait for is left to be sent."""
+        self._bucket_pipeline.settle()
 
     def close_held_round(self) -> None:
         """A backward inside no_sync is over: its gradients stay staged."""
@@ -306,6 +326,7 @@ class GradientReducer:
         """The final reduction for loops that only now say that the window is over."""
         self._start_buckets(down_to=0, final=True)
         self.held = False
+        self.settle()
         self._reset_round()
 
     def late(self) -> set[str]:
@@ -364,7 +385,8 @@ class GradientReducer:
         route, bucket = self._route, self._buckets[index]
         # What an earlier micro-batch still has under way must have come to rest before it is added to.
         self._bucket_pipeline.finish(index)
-        self._bucket_pipeline.start(index, route.final(bucket) if final else route.partial(bucket))
+        stages = route.final(bucket) if final else route.partial(bucket)
+        self._bucket_pipeline.start(index, stages, route.last_stage(final))
         if not self._eager_buckets:
             self._bucket_pipeline.drain()
 

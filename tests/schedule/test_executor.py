@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +24,21 @@ from deepspeed_amsp.schedule.pipeline import Pipeline
 from deepspeed_amsp.schedule.reduce import IN_FLIGHT
 from tests.parity.cases import NIGHTLY, case_for
 from tests.semantics import modules as m
-from tests.semantics.harness import MIXED, TRIO, UNEQUAL, ZERO3, Held, OnRank, Run, loss_of, on_ranks, over
+from tests.semantics.harness import (
+    MIXED,
+    TRIO,
+    UNEQUAL,
+    ZERO3,
+    Held,
+    OnRank,
+    Run,
+    Trainer,
+    assert_matches,
+    loss_of,
+    on_ranks,
+    over,
+    reference,
+)
 from tests.support.jobs import Case, train
 from tests.support.pool import pool
 
@@ -157,6 +173,75 @@ def test_what_is_in_flight_is_limited() -> None:
     for key, name in enumerate("abcd"):
         pipeline.start(key, _route(name, log, tickets))  # type: ignore[arg-type]
     assert tickets["a0"].waited and tickets["a2"].waited, "the fourth route had to wait for the first"
+
+
+class Four(nn.Module):
+    """A bucket in which every rank of four owns something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(0.3 * torch.randn(m.FEATURES, m.FEATURES)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ (self.a - self.b) + hidden.sin() @ (self.c - self.d)
+
+
+class Slow(nn.Module):
+    """Eleven buckets, with some time between them in backward, so that what was sent has arrived."""
+
+    LAYERS = 2 * (IN_FLIGHT + 1) + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Four() for _ in range(self.LAYERS))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = m.features(rows)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+            if dist.is_initialized():
+                hidden.register_hook(lambda _: time.sleep(0.02))
+        return hidden
+
+
+def _meeting_between_backward_and_step(trainer: Trainer) -> None:
+    """As a loop does that sums up its loss for the log before it steps."""
+    for step in range(trainer.run.steps):
+        for micro in range(trainer.run.micro_batches):
+            rows = trainer.rows(step, micro)
+            loss = loss_of(trainer(rows), rows)
+            trainer.losses.append(loss.item())
+            trainer.backward(loss)
+            if trainer.engine is not None:
+                dist.barrier()
+            trainer.step()
+
+
+def _late_for_some(run: Run) -> Held:
+    """Rank 0 never sees that the first stage of its last bucket but one is done, rank 2 never that a second one is:
+    so rank 2 has too many in flight in its last start, and waits for a stage that rank 0 has not sent in backward."""
+    from deepspeed_amsp.comm import Ticket
+    from tests.semantics import harness
+
+    really = Ticket.done
+
+    def done(ticket: Ticket) -> bool:
+        entry, rank = ticket.entry, dist.get_rank()
+        hidden = (rank == 0 and entry.axis == "inner" and entry.label == "bucket 1") or (
+            rank == 2 and entry.axis == "outer"
+        )
+        return not hidden and really(ticket)
+
+    with mock.patch.object(Ticket, "done", done):
+        return harness.job(run)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ranks_may_meet_between_backward_and_step(micro_batches: int) -> None:
+    """A backward never waits for what another rank sends after its own: that one may be anywhere by then."""
+    run = Run(UNEQUAL, Slow, loop=_meeting_between_backward_and_step, bucket_bytes=576, micro_batches=micro_batches)
+    assert_matches(pool(4).run(_late_for_some, run, timeout=20), reference(run))
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
