@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_amsp.config import ConfigError
 from deepspeed_amsp.install import initialize, install, install_with_deepspeed
-from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.plan.factors import FactorError, ShardFactor, Sharding
+from deepspeed_amsp.plan.layout import LayoutError
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.topology import TopologyError
 

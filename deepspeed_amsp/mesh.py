@@ -117,7 +117,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "data": (*_REPLICATE, *_OUTER, *_INNER),
     "shards": (*_OUTER, *_INNER, "param"),
     "world": Grid._fields,
-    # By owner number, which counts stage by stage (see `partition.layout.OwnerGrid`).
+    # By owner number, which counts stage by stage (see `plan.layout.OwnerGrid`).
     "optim": (*_INNER, *_OUTER),
     "optim_staged": (*reversed(_INNER), *reversed(_OUTER)),
     "optim_cross": ("inner_cross", "outer_cross"),

@@ -16,11 +16,11 @@ from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
 from deepspeed_amsp.partition.buckets import bucket_layouts
 from deepspeed_amsp.partition.grads import BucketGradients
-from deepspeed_amsp.partition.layout import PADDING_LIMIT, LayoutError, OwnerGrid
 from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.partition.working import working_buckets
+from deepspeed_amsp.plan.layout import PADDING_LIMIT, LayoutError, OwnerGrid
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
 from deepspeed_amsp.schedule.agreement import Agreement
 from deepspeed_amsp.schedule.gather import Gatherer

@@ -17,9 +17,9 @@ from torch import nn
 
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
-from deepspeed_amsp.partition.layout import Piece, shard_pieces
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.params import ShardedUnit, Unit, UnitState
+from deepspeed_amsp.plan.layout import Piece, shard_pieces
 
 if TYPE_CHECKING:
     from deepspeed_amsp.optimizer import AMSPOptimizer

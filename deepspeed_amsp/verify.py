@@ -8,8 +8,8 @@ import torch
 
 from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import Mesh
-from deepspeed_amsp.partition.layout import Piece, shard_pieces
 from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.plan.layout import Piece, shard_pieces
 
 _PERIOD = 8191
 """Elements are weighted by their position modulo this prime, so that a swap is seen as well as a change."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
-from deepspeed_amsp.partition.layout import LayoutError
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
+from deepspeed_amsp.plan.layout import LayoutError
 from deepspeed_amsp.runtime import Runtime
 
 

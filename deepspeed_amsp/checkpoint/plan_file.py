@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_amsp.partition.layout import LayoutError
+from deepspeed_amsp.plan.layout import LayoutError
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.topology import LEAF_KEY
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_amsp.partition.grads import BucketGradients
-from deepspeed_amsp.partition.layout import BucketLayout
 from deepspeed_amsp.partition.optim_states import OwnedStates, moments_per_element
 from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.plan.layout import BucketLayout
 
 Bytes = dict[str, int]
 """{"held": what the tensors take, "formula": what the layout says}."""

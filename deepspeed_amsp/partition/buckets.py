@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from deepspeed_amsp.partition.layout import (
+from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.plan.layout import (
     BucketLayout,
     OwnerGrid,
     Piece,
@@ -14,7 +15,6 @@ from deepspeed_amsp.partition.layout import (
     renumber,
     shard_pieces,
 )
-from deepspeed_amsp.partition.params import Unit
 
 
 def bucket_layouts(

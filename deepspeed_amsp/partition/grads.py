@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_amsp.partition.layout import BucketLayout, Slot
+from deepspeed_amsp.plan.layout import BucketLayout, Slot
 
 
 class BucketGradients:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_amsp.partition.layout import BucketLayout, LayoutError, Slot
 from deepspeed_amsp.partition.params import Unit
+from deepspeed_amsp.plan.layout import BucketLayout, LayoutError, Slot
 
 ELEMENTWISE = frozenset(
     {

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from deepspeed_amsp.partition.layout import ParamSpec, Piece, UnitLayout
+from deepspeed_amsp.plan.layout import ParamSpec, Piece, UnitLayout
 
 
 class UnitState(Enum):

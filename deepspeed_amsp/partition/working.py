@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from deepspeed_amsp.partition.layout import BucketLayout, Piece, Slot
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.params import ReplicatedUnit, Unit
+from deepspeed_amsp.plan.layout import BucketLayout, Piece, Slot
 
 
 class WorkingBucket(Protocol):

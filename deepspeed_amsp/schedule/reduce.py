@@ -9,8 +9,8 @@ import torch
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group, Mesh, Span
 from deepspeed_amsp.partition.grads import BucketGradients
-from deepspeed_amsp.partition.layout import Slot
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
+from deepspeed_amsp.plan.layout import Slot
 from deepspeed_amsp.plan.resolve import ReduceMode
 from deepspeed_amsp.schedule.agreement import Agreement
 from deepspeed_amsp.schedule.pipeline import Pipeline, Stages

@@ -54,6 +54,6 @@ def working_copies(reports: Sequence[Report], model: nn.Module) -> dict[str, tor
         offset = 0
         for full, param in names[key.split(":", 1)[1]]:
             result[full] = flat[offset : offset + param.numel()].view(param.shape)
-            # Parameters start at multiples of 8 elements in a sharded unit (partition.layout.ALIGNMENT).
+            # Parameters start at multiples of 8 elements in a sharded unit (plan.layout.ALIGNMENT).
             offset += -(-param.numel() // 8) * 8
     return result

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_amsp.partition.layout import (
+from deepspeed_amsp.plan.layout import (
     OwnerGrid,
     ParamSpec,
     Piece,
