@@ -278,29 +278,33 @@ class AMSPOptimizer(OptimizerSurface):
         for. With sharded parameters there always is, but on an accelerator that can wait for the next step.
 
         Raises:
-            RuntimeError: gradients came late, and nothing that is read tells the other ranks.
+            RuntimeError: gradients came late, and not every rank reads that.
         """
         check = self.settings.check_overflow and norm is not None
         skips = not self.settings.zero_fill_unused and self._agreement.must_read(self._owned_names)
         waits = self._agreement.has_order and waits_on_host(self.device)
+        everybody = check or waits  # whether to skip is this rank's own affair, and nothing collective follows from it
         self.overflow = False
-        if not (check or skips or waits):
-            if self._reducer.late():
+        late = self._reducer.late()
+        unused: set[str] = set()
+        if everybody or skips:
+            first = norm if norm is not None else torch.zeros((), dtype=torch.float64, device=agreed.device)
+            # Counts, flags and 32-bit hashes are exact in fp64, so one transfer carries everything.
+            values = torch.cat([first.view(1), agreed.double()]).tolist()
+            self.overflow = check and not math.isfinite(values[0])
+            unused = self._agreement.unused(values[1:], self._owned_names) if skips else set()
+            late = self._agreement.late(values[1:])
+            if everybody:
+                self._agreement.check(values[1:])
+        if not everybody:
+            if late:
                 raise RuntimeError(
                     "gradients arrived after their bucket had been sent: a block is recomputed several times in one "
                     'backward. Set "amsp": {"overlap": {"all_reduce": false}}, checkpoint with use_reentrant=False, or '
                     'leave "bf16": {"check_grad_overflow"} on'
                 )
-            if self._agreement.has_order:
-                self._agreement.check_later(agreed)
-            return set(), set()
-        first = norm if norm is not None else torch.zeros((), dtype=torch.float64, device=agreed.device)
-        # Counts, flags and 32-bit hashes are exact in fp64, so one transfer carries everything.
-        values = torch.cat([first.view(1), agreed.double()]).tolist()
-        self._agreement.check(values[1:])
-        self.overflow = check and not math.isfinite(values[0])
-        unused = self._agreement.unused(values[1:], self._owned_names) if skips else set()
-        return unused, self._agreement.late(values[1:])
+            self._agreement.check_later(agreed)
+        return unused, late
 
     @property
     def to_mean(self) -> float:

@@ -105,15 +105,16 @@ class Agreement:
         self._compare(values[len(self._index) :], (self._issued, list(self._order)))
 
     def check_later(self, vector: torch.Tensor) -> None:
-        """Compare the orders once the device's values have come to the host by themselves, a step or so later."""
-        self._late.append((LateRead(vector[len(self._index) :]), (self._issued, list(self._order))))
+        """Compare the orders two steps later, when the device's values have come to the host by themselves."""
+        if self.has_order:
+            self._late.append((LateRead(vector[len(self._index) :]), (self._issued, list(self._order))))
 
     def check_late(self) -> None:
-        """Compare what `check_later` was given and has come by now; as `check`, on all ranks at the same step.
+        """Compare what `check_later` was given two steps ago; as `check`, and like it on all ranks at the same step.
 
-        The copy of a step is through when the next step ends, since that one was computed behind it.
+        Comparing as soon as values happen to be there would let one rank ask the others while they train on.
         """
-        while len(self._late) > 1 or (self._late and self._late[0][0].ready):
+        while len(self._late) > 1:
             read, order = self._late.popleft()
             self._compare(read.values(), order)
 
@@ -139,7 +140,7 @@ class Agreement:
 
 
 class LateRead:
-    """Values of a device tensor [n] for the host, without making it wait for the device."""
+    """Values of a device tensor [n] for the host, which waits only if it is two steps ahead of the device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         accelerator = get_accelerator()
@@ -148,11 +149,8 @@ class LateRead:
         self._copied = accelerator.Event()
         self._copied.record()
 
-    @property
-    def ready(self) -> bool:
-        return bool(self._copied.query())
-
     def values(self) -> list[float]:
+        self._copied.synchronize()
         return list(self._host.tolist())
 
 

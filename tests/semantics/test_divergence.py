@@ -191,3 +191,63 @@ def test_divergence_is_named_after_a_long_evaluation(
     run = Run(sharding, m.Plain, loop=_apart_after_a_long_evaluation)
     text = _ends(fresh_pool(4), run, _impatient_and_forgetful)
     assert "rank" in text
+
+
+class Swapped(m.Base):
+    """Two modules of one size; rank 1 takes them the other way round in step 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(m.WIDTH, m.WIDTH)
+        self.two = torch.nn.Linear(m.WIDTH, m.WIDTH)
+
+    def middle(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        both = [self.one, self.two]
+        if dist.get_rank() == 1 and m.step_of(rows) == 0:
+            both.reverse()
+        return both[1](both[0](hidden))
+
+
+class _Copied:
+    """`LateRead` without an accelerator: the values are there at once on some ranks only, if anybody asks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values = tensor.tolist()
+        self.ready = dist.get_rank() == 1
+
+    def values(self) -> list[float]:
+        return list(self._values)
+
+
+def _steps_until_divergence(trainer: Any) -> None:
+    from deepspeed_amsp.schedule.agreement import DivergenceError
+
+    for step in range(5):
+        rows = trainer.rows(step, 0)
+        trainer.backward(loss_of(trainer(rows), rows))
+        try:
+            trainer.step()
+        except DivergenceError as error:
+            trainer.notes += [step, str(error)]
+            return
+
+
+def _as_on_an_accelerator(run: Run) -> Held:
+    with (
+        mock.patch("deepspeed_amsp.optimizer.waits_on_host", return_value=False),
+        mock.patch("deepspeed_amsp.schedule.agreement.LateRead", _Copied),
+        # Rank 0 reads what the others used, for one of its own parameters had no gradient here.
+        mock.patch("deepspeed_amsp.schedule.agreement.Agreement.must_read", lambda *_: dist.get_rank() == 0),
+    ):
+        return job(run)
+
+
+@over([MICS, ZERO3])
+def test_where_the_host_does_not_wait_all_ranks_find_it_in_the_same_step(sharding: Sharding) -> None:
+    """The orders of step 0 are compared in step 2, also by a rank that reads what was used in step 0."""
+    unchecked = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    run = Run(sharding, Swapped, loop=_steps_until_divergence, dtype=torch.bfloat16, extra=unchecked)
+    for mine in pool(4).run(_as_on_an_accelerator, run):
+        step, text = mine.notes
+        assert step == 2
+        assert "one" in text and "two" in text and "rank" in text
