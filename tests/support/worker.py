@@ -152,8 +152,9 @@ def _set_environment(rank: int, world_size: int, directory: Path) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing reachable
     torch.set_num_threads(1)
-    # The op takes minutes to build, and the lock of a killed build hangs every later start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # The op takes minutes to build, and the lock of a killed build hangs every later start. Only to ask DeepSpeed
+    # which of its ops could be built runs compilers for seconds, so the answer is put where it looks for it.
+    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     logger.setLevel("ERROR")
     warnings.simplefilter("ignore")
 
