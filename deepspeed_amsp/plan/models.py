@@ -214,7 +214,9 @@ def _llama_kind(features: _Features) -> Callable[[_Reader], ModelSpec]:
             at = f"model.layers.{layer}"
             units += _attention(read, features, at, layer)
             units += _experts(read, at, layer) if features.experts else _ffn(read, features, at, layer)
-            units += [_vector(f"{at}.{norm}", hidden, layer) for norm in ("input_layernorm", "post_attention_layernorm")]
+            units += [
+                _vector(f"{at}.{norm}", hidden, layer) for norm in ("input_layernorm", "post_attention_layernorm")
+            ]
         units += _end(read, _vector("model.norm", hidden, None), hidden, vocab, tied=False)
         return ModelSpec(str(read.config["model_type"]), tuple(units), hidden, vocab)
 
