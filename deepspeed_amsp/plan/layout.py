@@ -11,6 +11,7 @@ Nothing here touches a tensor, so the planner and the tests use the same numbers
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -293,10 +294,13 @@ def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[P
 def _assign(pieces: Sequence[Piece], loads: list[int]) -> list[int]:
     """Owner of each piece; adds to ``loads``."""
     owners = [0] * len(pieces)
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
     for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i].numel, i)):
-        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        load, owner = least[0]
         owners[index] = owner
-        loads[owner] += pieces[index].numel
+        loads[owner] = load + pieces[index].numel
+        heapq.heapreplace(least, (loads[owner], owner))
     return owners
 
 
