@@ -1,7 +1,7 @@
 """Taking over ``deepspeed.initialize``: the config decides which engine it makes.
 
-Nothing here, nor what is imported at the top, imports DeepSpeed: `install` runs at the end of DeepSpeed's own
-import, which any module of this package may have asked for.
+Nothing here imports DeepSpeed at the top: `install` runs at the end of DeepSpeed's own import, which any module of
+this package may have asked for. Nor is pydantic, which reading a config needs: whoever only plans starts at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from deepspeed_amsp.config import is_missing_file, load_config, preflight, read_block
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -79,6 +77,8 @@ def install() -> None:
 def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    from deepspeed_amsp.config import read_block
+
     config_class = kwargs.get("config_class")
     wanted = config_class is not None and read_block(config_class._param_dict) is not None
     if not wanted:
@@ -101,6 +101,8 @@ def _check_before(config_class: type[DeepSpeedConfig]) -> None:
     """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
     import torch.distributed as dist
 
+    from deepspeed_amsp.config import preflight, read_block
+
     original = config_class.__init__
 
     def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,6 +117,7 @@ def _check_before(config_class: type[DeepSpeedConfig]) -> None:
 
 def _checked_loading(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """DeepSpeed's loader reports a missing file as bad base64, and takes repeated keys in base64."""
+    from deepspeed_amsp.config import is_missing_file, load_config
 
     def checked(config: Any) -> Any:
         if isinstance(config, str):

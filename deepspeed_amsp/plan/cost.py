@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from deepspeed_amsp.plan.profile import Op, Profile
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.routes import Message, Routes, bucket_runs, over
+from deepspeed_amsp.plan.routes import Message, Routes, buckets, over
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 MIB = 2**20
@@ -80,9 +80,9 @@ def paper_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile)
         add("T_p", Op.ALL_GATHER, wire * elements, s.parameters, 2 * m * units)
         add("T_p", Op.REDUCE_SCATTER, wire * elements, s.parameters, m * units)
     bucket = float(plan.bucket_bytes or BUCKET_BYTES)
-    buckets = wire * model.trainable_numel / (bucket * s.s_p)
-    add("T_g", Op.ALL_REDUCE, bucket, over(s.gradients, s.parameters), (m - 1) * buckets)
-    add("T_os^0", Op.ALL_REDUCE, bucket, over(s.data_parallel, s.parameters), buckets)
+    calls = wire * model.trainable_numel / (bucket * s.s_p)
+    add("T_g", Op.ALL_REDUCE, bucket, over(s.gradients, s.parameters), (m - 1) * calls)
+    add("T_os^0", Op.ALL_REDUCE, bucket, over(s.data_parallel, s.parameters), calls)
     published = wire * model.trainable_numel / s.s_os
     add("T_os^1", Op.BROADCAST, published, over(s.optimizer_states, s.parameters), s.optim)
     return Cost(tuple(lines))
@@ -90,7 +90,7 @@ def paper_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile)
 
 def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> Cost:
     """What the engine sends for this plan: real buckets, its reduce and publish modes, in one stage or two."""
-    s, routes = plan.sharding, Routes(plan)
+    routes = Routes(plan)
     m, wire = train.micro_batches, train.parameter_bytes
     messages: Counter[tuple[str, Message]] = Counter()
 
@@ -103,10 +103,10 @@ def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profi
         add("T_p", routes.gather(wire * unit.numel), gathers * m)
         if unit.trainable_numel:
             add("T_p", routes.param_reduce(wire * unit.numel), m)
-    for _, elements in bucket_runs(model, s.s_p, (plan.bucket_bytes or BUCKET_BYTES) / wire):
-        add("T_g", routes.partial(wire * elements), m - 1)
-        add("T_os^0", routes.final(wire * elements), 1)
-        add("T_os^1", routes.publish(wire * elements), 1)
+    for bucket in buckets(model, plan, train):
+        add("T_g", routes.partial(bucket.reduced), m - 1)
+        add("T_os^0", routes.final(bucket.reduced), 1)
+        add("T_os^1", routes.publish(bucket.published), 1)
     lines = [
         Line(term, message, times * message.count, times * message.count * profile.time(*message[:3]))
         for (term, message), times in messages.items()

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
+from deepspeed_amsp.plan.owners import geometry
 from deepspeed_amsp.plan.profile import Op
 from deepspeed_amsp.plan.resolve import Plan, PublishMode, ReduceMode
-from deepspeed_amsp.plan.specs import ModelSpec
+from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 
 class Message(NamedTuple):
@@ -129,22 +130,28 @@ def _sent(stages: Stages) -> Stages:
     return [message for message in stages if message.mesh.size > 1 and message.size > 0]
 
 
-def bucket_runs(model: ModelSpec, s_p: int, bucket_elements: float) -> list[tuple[list[int], float]]:
-    """(units, elements a rank has of them) of each bucket, in forward order.
+class Bucket(NamedTuple):
+    """Units whose gradients and updates travel together, and bytes of a rank's part of them.
 
-    As `layout.build_buckets` closes buckets: when the next unit does not fit in. Shards are taken as even, without
-    their padding.
+    reduced counts the padding of owners' sections, which is sent; published does where one AllGather publishes.
     """
-    runs: list[tuple[list[int], float]] = []
-    for index, unit in enumerate(model.units):
-        elements = unit.trainable_numel / s_p
-        if not elements:
-            continue
-        if not runs or runs[-1][1] + elements > bucket_elements:
-            runs.append(([], 0.0))
-        members, size = runs[-1]
-        runs[-1] = ([*members, index], size + elements)
-    return runs
+
+    units: tuple[int, ...]
+    reduced: float
+    published: float
+    owned: float  # elements of the fullest owner
+
+
+def buckets(model: ModelSpec, plan: Plan, train: TrainSpec) -> list[Bucket]:
+    """Of a plan, in forward order, as the engine makes them."""
+    wire, places = train.parameter_bytes, geometry(model, plan, train)
+    padded = plan.publish is PublishMode.ALL_GATHER
+    made = []
+    for bucket in places.buckets:
+        owned = [bucket.owned_numel(owner) for owner in range(places.owners)]
+        published = bucket.numel if padded else sum(owned)
+        made.append(Bucket(bucket.units, wire * bucket.numel, wire * published, max(owned)))
+    return made
 
 
 def distinct(sharding: Sharding, plans: Sequence[Plan]) -> list[Plan]:

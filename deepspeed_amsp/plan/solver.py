@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -133,6 +134,10 @@ class Problem:
         """Bytes that a plan may take."""
         return self.cluster.gpu_memory * (1 - self.margin)
 
+    def part(self, train: TrainSpec) -> ModelSpec:
+        """What a GPU has of the model."""
+        return self.model.part(train.tensor_parallel, train.pipeline_parallel)
+
     @property
     def data_parallel(self) -> ShardFactor:
         """(R, N) of data parallelism: what tensor and pipeline parallelism leave of the cluster.
@@ -147,12 +152,17 @@ class Problem:
 class Evaluated:
     """A plan that fits, with what it costs. objective: seconds of what is made small."""
 
+    problem: Problem
     plan: Plan
     train: TrainSpec
     memory: Memory
-    cost: Cost
     step: StepTime
     objective: float
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Its communication term by term."""
+        return communication(self.problem, self.plan, self.train)
 
     @property
     def tokens_per_gpu_second(self) -> float:
@@ -216,34 +226,47 @@ def search(problem: Problem) -> Search:
     fitting: list[Evaluated] = []
     rejected: list[Rejected] = []
     for train in problem.trainings:
-        model = problem.model.part(train.tensor_parallel, train.pipeline_parallel)
-        times = problem.times(model, problem.cluster, train)
+        times = problem.times(problem.part(train), problem.cluster, train)
         for sharding in chosen:
-            plans = problem.modes.plans(sharding)
-            if problem.objective is Objective.COMM_TIME:
-                plans = plans[:1]
-            needs = [(plan, problem.memory(model, plan, train)) for plan in plans]
-            found = [
-                _evaluate(problem, model, plan, train, need, times)
-                for plan, need in needs
-                if need.peak <= problem.capacity
-            ]
-            fitting += found
-            if not found:
-                plan, need = min(needs, key=lambda entry: entry[1].peak)
-                rejected.append(Rejected(plan, train, need, need.peak - problem.capacity))
+            found = _of_a_sharding(problem, sharding, train, times)
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            else:
+                fitting.append(found)
     rejected.sort(key=lambda entry: entry.missing)
     return Search(problem, space(data_parallel, problem.gradients), tuple(rank(fitting)), tuple(rejected))
 
 
-def _evaluate(
-    problem: Problem, model: ModelSpec, plan: Plan, train: TrainSpec, need: Memory, times: Compute
-) -> Evaluated:
-    step = step_time(model, plan, train, problem.profile, times)
+def _of_a_sharding(problem: Problem, sharding: Sharding, train: TrainSpec, times: Compute) -> Evaluated | Rejected:
+    """With the modes in which it is fastest, of those in which it fits."""
+    plans = problem.modes.plans(sharding)
     if problem.objective is Objective.COMM_TIME:
-        cost = paper_cost(model, plan, train, problem.profile)
-        return Evaluated(plan, train, need, cost, step, cost.total)
-    return Evaluated(plan, train, need, executor_cost(model, plan, train, problem.profile), step, step.seconds)
+        plans = plans[:1]  # the paper's costs know no modes
+    model = problem.part(train)
+    timed = [(step_time(model, plan, train, problem.profile, times), plan) for plan in plans]
+    timed.sort(key=lambda entry: entry[0].seconds)
+    fitting: list[Evaluated] = []
+    needs: list[tuple[Plan, Memory]] = []
+    for step, plan in timed:
+        if fitting and step.seconds > fitting[0].step.seconds + TIE_SECONDS:
+            break
+        need = problem.memory(problem.model, plan, train)
+        needs.append((plan, need))
+        if need.peak <= problem.capacity:
+            objective = step.seconds
+            if problem.objective is Objective.COMM_TIME:
+                objective = communication(problem, plan, train).total
+            fitting.append(Evaluated(problem, plan, train, need, step, objective))
+    if fitting:
+        return rank(fitting)[0]
+    plan, need = min(needs, key=lambda entry: entry[1].peak)
+    return Rejected(plan, train, need, need.peak - problem.capacity)
+
+
+def communication(problem: Problem, plan: Plan, train: TrainSpec) -> Cost:
+    """As the objective counts it: the paper's closed forms, or what the executor sends."""
+    cost = paper_cost if problem.objective is Objective.COMM_TIME else executor_cost
+    return cost(problem.part(train), plan, train, problem.profile)
 
 
 def rank(plans: Iterable[Evaluated]) -> list[Evaluated]:

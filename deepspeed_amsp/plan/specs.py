@@ -7,7 +7,6 @@ Bytes are bytes, times seconds, FLOPs count a multiply-add as two.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -107,6 +106,15 @@ class ModelSpec:
     def layers(self) -> int:
         """Blocks of the model."""
         return len({unit.layer for unit in self.units if unit.layer is not None})
+
+    @cached_property
+    def ranges(self) -> dict[int, range]:
+        """Layer -> the run of units that it consists of."""
+        found: dict[int, list[int]] = {}
+        for index, unit in enumerate(self.units):
+            if unit.layer is not None:
+                found.setdefault(unit.layer, []).append(index)
+        return {layer: range(members[0], members[-1] + 1) for layer, members in found.items()}
 
     def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
         """What one GPU of a replica has: the layers of the fullest pipeline stage, rows cut evenly.
@@ -290,12 +298,3 @@ def micro_batches(global_batch_tokens: int, sequence: int, micro_batch: int, rep
             f"{below + a_micro_batch} tokens."
         )
     return global_batch_tokens // a_micro_batch
-
-
-def unit_ranges(units: Sequence[UnitSpec]) -> dict[int, range]:
-    """Layer -> the run of units that it consists of."""
-    found: dict[int, list[int]] = {}
-    for index, unit in enumerate(units):
-        if unit.layer is not None:
-            found.setdefault(unit.layer, []).append(index)
-    return {layer: range(members[0], members[-1] + 1) for layer, members in found.items()}

@@ -7,19 +7,20 @@ were taken with all sibling groups active, so one rank stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from deepspeed_amsp.plan.cost import BUCKET_BYTES
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.routes import Routes, Stages, bucket_runs
-from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec, unit_ranges
+from deepspeed_amsp.plan.routes import Routes, Stages, buckets
+from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 
 NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
 """What computation can wait for, by the name of the overlap switch."""
+
+SIMULATED = 3
+"""Micro-batches in the middle of a step; by then what the first one left behind has worn off."""
 
 Timed = list[tuple[int, float]]
 """(link, seconds) of each stage."""
@@ -73,43 +74,49 @@ class StepTime:
 
 
 def step_time(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, times: Compute) -> StepTime:
-    """Simulate a step in the steady state: it begins with an update, whose publishing the forward then waits for.
+    """Simulate a step in the steady state, from where nothing but publishing reaches from one step into the next.
 
-    With clipping all gradients are there before the first update, so a step leaves nothing to the next one but what
-    it publishes. Without, owners update as buckets arrive. Micro-batches between the first and the last are alike:
-    one of them is simulated.
+    With clipping that is when all gradients are there and owners begin to update. Without, owners have updated as
+    buckets arrived, and begin to publish. Micro-batches between the first and the last are alike:
+    SIMULATED of them are simulated, and the last of these stands for all others.
     """
     run = _Run(_sends(model, plan, train, profile), plan, times, model)
     m = train.micro_batches
-    run.step_phase(list(reversed(range(run.sends.buckets))) if not train.gradient_clipping else None)
+    run.step_phase(update=train.gradient_clipping)
     run.micro_batch(first=True, last=m == 1)
-    if m > 2:
+    for _ in range(min(m - 2, SIMULATED - 1)):
+        run.micro_batch(first=False, last=False)
+    if m - 2 >= SIMULATED:
         before, waited = run.now, dict(run.exposed)
         run.micro_batch(first=False, last=False)
+        more = m - 2 - SIMULATED
         for kind in KINDS:
-            run.exposed[kind] += (m - 3) * (run.exposed[kind] - waited.get(kind, 0.0))
-        run.skip((m - 3) * (run.now - before))
+            run.exposed[kind] += more * (run.exposed[kind] - waited[kind])
+        run.skip(more * (run.now - before))
     if m > 1:
         run.micro_batch(first=False, last=True)
-    run.end_of_step()
+    run.end_of_step(update=not train.gradient_clipping)
     return StepTime(run.now + times.fixed, times.step(m), run.updating, run.exposed)
 
 
 @dataclass(frozen=True)
 class _Sends:
-    """Durations of everything a plan sends, and the sizes that decide when."""
+    """Durations of everything a plan sends, and the sizes that decide when.
+
+    members: by bucket, how many units. recomputed: by unit, the run of units of its layer if that is recomputed, else
+    an empty one.
+    """
 
     gather: list[Timed]
     gathered_bytes: list[float]
     param_reduce: list[Timed]
-    members: list[list[int]]
+    members: list[int]
     partial: list[Timed]
     final: list[Timed]
     publish: list[Timed]
     owned: list[float]
     scalars: Timed
-    layers: dict[int, range]
-    layer_of: list[int | None]
+    recomputed: list[range]
     bucket_of: list[int | None]
 
     @property
@@ -125,35 +132,32 @@ def _timed(stages: Stages, profile: Profile) -> Timed:
 
 
 def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> _Sends:
-    s, routes, wire = plan.sharding, Routes(plan), train.parameter_bytes
+    routes, wire = Routes(plan), train.parameter_bytes
 
     @cache
     def unit(size: float) -> tuple[Timed, Timed]:
         return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
 
-    @cache
-    def bucket(size: float) -> tuple[Timed, Timed, Timed]:
-        return tuple(_timed(route(size), profile) for route in (routes.partial, routes.final, routes.publish))  # type: ignore[return-value]
-
+    made = buckets(model, plan, train)
     sizes = [wire * float(member.numel) for member in model.units]
-    runs = bucket_runs(model, s.s_p, (plan.bucket_bytes or BUCKET_BYTES) / wire)
-    routed = [bucket(wire * elements) for _, elements in runs]
     bucket_of: list[int | None] = [None] * len(model.units)
-    for index, (members, _) in enumerate(runs):
-        for member in members:
+    for index, bucket in enumerate(made):
+        for member in bucket.units:
             bucket_of[member] = index
+    layers = model.ranges
     return _Sends(
         gather=[unit(size)[0] for size in sizes],
         gathered_bytes=sizes,
         param_reduce=[unit(size)[1] if u.trainable_numel else [] for size, u in zip(sizes, model.units, strict=True)],
-        members=[members for members, _ in runs],
-        partial=[timed[0] for timed in routed],
-        final=[timed[1] for timed in routed],
-        publish=[timed[2] for timed in routed],
-        owned=[elements / s.optim for _, elements in runs],
+        members=[len(bucket.units) for bucket in made],
+        partial=[_timed(routes.partial(bucket.reduced), profile) for bucket in made],
+        final=[_timed(routes.final(bucket.reduced), profile) for bucket in made],
+        publish=[_timed(routes.publish(bucket.published), profile) for bucket in made],
+        owned=[bucket.owned for bucket in made],
         scalars=_timed(routes.scalars(), profile),
-        layers=unit_ranges(model.units),
-        layer_of=[member.layer for member in model.units],
+        recomputed=[
+            layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
+        ],
         bucket_of=bucket_of,
     )
 
@@ -171,9 +175,11 @@ class _Run:
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     published: dict[int, float] = field(default_factory=dict)
-    gathered: dict[int, float] = field(default_factory=dict)
     reduced: dict[int, float] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.total_forward = sum(self.times.forward)
 
     def send(self, stages: Timed, ready: float) -> float:
         """Arrival of what is ready to be sent at ``ready``."""
@@ -195,28 +201,35 @@ class _Run:
         """As if time had passed with nothing new under way at its end."""
         self.now += seconds
         self.free = [at + seconds for at in self.free]
-        for arrivals in (self.published, self.gathered, self.reduced):
+        for arrivals in (self.published, self.reduced):
             arrivals.update({key: at + seconds for key, at in arrivals.items()})
 
     # --- the step --------------------------------------------------------------------------------------------
 
-    def step_phase(self, arrival: Sequence[int] | None) -> None:
-        """Owners update and publish bucket by bucket: in forward order, or in that of ``arrival`` (no clipping)."""
-        if arrival is None:
+    def step_phase(self, update: bool) -> None:
+        """The norm, then owners ``update`` and publish bucket by bucket in forward order; or they only publish."""
+        if update:
             self.wait(self.send(self.sends.scalars, self.now), "all_reduce")
-        for index in range(self.sends.buckets) if arrival is None else arrival:
-            seconds = self.times.update * self.sends.owned[index]
-            self.now += seconds
-            self.updating += seconds
-            if self.sends.publish[index]:
-                self.published[index] = self.send(self.sends.publish[index], self.now)
+        for index, stages in enumerate(self.sends.publish):
+            if update:
+                self.update(index)
+            if stages:
+                self.published[index] = self.send(stages, self.now)
                 if not self.plan.overlap.publish:
                     self.wait(self.published.pop(index), "publish")
 
-    def end_of_step(self) -> None:
-        """All gradients are at their owners."""
+    def end_of_step(self, update: bool) -> None:
+        """Gradients arrive at their owners, the last bucket first, and owners may ``update`` it at once."""
         for index in reversed(range(self.sends.buckets)):
             self.wait(self.reduced.pop(index, 0.0), "all_reduce")
+            if update:
+                self.update(index)
+
+    def update(self, index: int) -> None:
+        """The busiest owner's part of a bucket."""
+        seconds = self.times.update * self.sends.owned[index]
+        self.now += seconds
+        self.updating += seconds
 
     # --- a micro-batch ---------------------------------------------------------------------------------------
 
@@ -230,90 +243,97 @@ class _Run:
 
     def forward(self, first: bool) -> None:
         """Units in order; gathers run ahead by bytes."""
-        budget, sharded = self.plan.prefetch_bytes, self.plan.sharding.s_p > 1
-        ahead = self.plan.overlap.gather and budget > 0
-        limit, kept, sizes = self.plan.kept_bytes, 0.0, self.sends.gathered_bytes
-        count = len(sizes)
+        if self.plan.sharding.s_p == 1:
+            self.forward_whole(first)
+            return
+        sizes, count = self.sends.gathered_bytes, len(self.sends.gathered_bytes)
+        budget = self.plan.prefetch_bytes if self.plan.overlap.gather else 0
+        arrivals = [0.0] * count
+        issued, ahead = 0, 0.0  # units whose gather was issued, and their bytes behind the one that runs
         for unit in range(count):
-            if sharded:
-                self.gather(unit)
-                if ahead:
-                    under_way, coming = 0.0, unit + 1
-                    while coming < count and under_way < budget:
-                        if coming not in self.gathered:
-                            self.gather(coming)
-                            under_way += sizes[coming]
-                        coming += 1
-                self.wait(self.gathered.pop(unit), "gather")
-            elif first:
-                self.await_publish(unit)
+            if issued == unit:
+                arrivals[unit] = self.gather(unit)
+                issued += 1
+            else:
+                ahead -= sizes[unit]
+            while issued < count and ahead < budget:
+                arrivals[issued] = self.gather(issued)
+                ahead += sizes[issued]
+                issued += 1
+            if arrivals[unit] > self.now:
+                self.wait(arrivals[unit], "gather")
             self.now += self.times.forward[unit]
-        self.gathered.clear()
+        self.keep()
+
+    def forward_whole(self, first: bool) -> None:
+        """Nothing to gather: only what the last step published is waited for."""
+        if not (first and self.published):
+            self.now += self.total_forward
+            return
+        for unit, seconds in enumerate(self.times.forward):
+            self.await_publish(unit)
+            self.now += seconds
+
+    def keep(self) -> None:
+        """The last units used stay gathered, as far as they may."""
+        left = self.plan.kept_bytes
         self.kept.clear()
-        if sharded and limit:
-            for unit in reversed(range(count)):  # the last ones used stay
-                kept += sizes[unit]
-                if kept > limit:
-                    break
-                self.kept.add(unit)
+        for unit in reversed(range(len(self.sends.gathered_bytes))) if left else ():
+            left -= self.sends.gathered_bytes[unit]
+            if left < 0:
+                break
+            self.kept.add(unit)
 
     def backward(self, routes: list[Timed] | None) -> None:
         """Units in reverse, recomputed layers as a whole; ``routes`` of the buckets that are reduced now."""
-        pending = [len(members) for members in self.sends.members]
+        pending = list(self.sends.members)
         arrived = [0.0] * len(pending)
-        unit = len(self.sends.gather) - 1
+        gathered: dict[int, float] = {}
+        sharded, ahead = self.plan.sharding.s_p > 1, self.plan.overlap.gather and self.plan.prefetch_bytes > 0
+        unit = len(self.times.backward) - 1
         while unit >= 0:
-            layer = self.sends.layer_of[unit]
-            run = range(unit, unit + 1)
-            if layer is not None and any(self.times.recomputed[member] for member in self.sends.layers[layer]):
-                run = self.sends.layers[layer]
-                self.recompute(run)
-            else:
-                self.gather_backward(unit)
-            for member in reversed(run):
+            run = self.sends.recomputed[unit]
+            if run:
+                before = self.sends.recomputed[run.start - 1] if run.start else range(0)
+                self.recompute(run, before if ahead else range(0), gathered)
+            elif sharded:
+                arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
+                if unit and ahead and unit - 1 not in gathered:
+                    gathered[unit - 1] = self.gather(unit - 1)
+                if arrival > self.now:
+                    self.wait(arrival, "gather")
+            for member in reversed(run) if run else (unit,):
                 self.now += self.times.backward[member]
                 self.reduce(member, pending, arrived, routes)
-            unit = run.start - 1
-        self.gathered.clear()
+            unit = (run.start if run else unit) - 1
+        self.kept.clear()
         self.wait(max(arrived, default=0.0), "reduce_scatter")
         if routes is not None and not self.plan.overlap.all_reduce:
             for index in reversed(range(len(pending))):
                 self.wait(self.start(index, routes, self.now), "all_reduce")
 
-    def recompute(self, run: range) -> None:
-        """A layer's forward once more; its parameters stay gathered, and those of the layer before it come along."""
+    def recompute(self, run: range, before: range, gathered: dict[int, float]) -> None:
+        """A layer's forward once more; its parameters stay gathered, and those of the layer ``before`` come along."""
         sharded = self.plan.sharding.s_p > 1
         for unit in run:
             if sharded:
-                self.gather(unit)
-                if self.plan.overlap.gather and unit == run.start and run.start:
-                    before = self.sends.layer_of[run.start - 1]
-                    ahead = self.sends.layers[before] if before is not None else range(run.start - 1, run.start)
-                    for coming in ahead:
-                        self.gather(coming)
-                self.wait(self.gathered.pop(unit), "gather")
+                arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
+                for coming in before if unit == run.start else ():
+                    gathered[coming] = self.gather(coming)
+                if arrival > self.now:
+                    self.wait(arrival, "gather")
             self.now += self.times.recomputed[unit]
 
-    def gather_backward(self, unit: int) -> None:
-        """One unit ahead."""
-        if self.plan.sharding.s_p == 1:
-            return
-        self.gather(unit)
-        if unit and self.plan.overlap.gather and self.plan.prefetch_bytes:
-            self.gather(unit - 1)
-        self.wait(self.gathered.pop(unit), "gather")
-
-    def gather(self, unit: int) -> None:
-        """Issue it, unless it is under way or was kept."""
-        if unit in self.gathered:
-            return
+    def gather(self, unit: int) -> float:
+        """Issue it, unless it was kept; when it will have arrived."""
         if unit in self.kept:
-            self.gathered[unit] = self.now
-            return
-        self.await_publish(unit)
-        self.gathered[unit] = self.send(self.sends.gather[unit], self.now)
+            return self.now
+        if self.published:
+            self.await_publish(unit)
+        arrival = self.send(self.sends.gather[unit], self.now)
         if not self.plan.overlap.gather:
-            self.wait(self.gathered[unit], "gather")
+            self.wait(arrival, "gather")
+        return arrival
 
     def await_publish(self, unit: int) -> None:
         """The working copies of a unit are current."""

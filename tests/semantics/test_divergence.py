@@ -237,7 +237,7 @@ def _as_on_an_accelerator(run: Run) -> Held:
         mock.patch("deepspeed_amsp.optimizer.waits_on_host", return_value=False),
         mock.patch("deepspeed_amsp.schedule.agreement.LateRead", _Copied),
         # Rank 0 reads what the others used, for one of its own parameters had no gradient here.
-        mock.patch("deepspeed_amsp.schedule.agreement.Agreement.must_read", lambda *_: dist.get_rank() == 0),
+        mock.patch("deepspeed_amsp.schedule.agreement.Agreement.must_read", return_value=dist.get_rank() == 0),
     ):
         return job(run)
 
