@@ -184,7 +184,8 @@ class AmspBlock(_Frozen):
 
     prefetch_bytes: gathers are issued ahead until this many bytes are in flight; 0 gathers on demand.
     keep_after_forward: how much gathered P stays for the backward. verify_every: steps between checks that
-    replicas are equal, 0 for never. memory_limit_gb: GB (1e9 bytes) of a GPU that the planner may use.
+    replicas are equal, 0 for never. The planner (sharding "search") may use memory_limit_gb, GB (1e9 bytes) of a GPU,
+    and takes sequence_length for the tokens of a sample; null: all there is, and what the model's config says.
     """
 
     enabled: Switch = True
@@ -205,6 +206,7 @@ class AmspBlock(_Frozen):
     bucket_bytes: Count = None
     merge_communicators: Switch = False
     keep_after_forward: Annotated[str | int, PlainValidator(_kept)] = "none"
+    sequence_length: Count = None
     memory_limit_gb: Annotated[float | None, PlainValidator(_gigabytes)] = None
 
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import logger
 from torch import nn
 
+from deepspeed_amsp.autoplan import Asked, searched
 from deepspeed_amsp.checkpoint.engine import CheckpointingEngine
 from deepspeed_amsp.comm import from_every_rank, host_names
 from deepspeed_amsp.config import check_stage, read_block
@@ -37,7 +38,7 @@ from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import materialise
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
 from deepspeed_amsp.placement import place_nodes
-from deepspeed_amsp.plan.resolve import make_plan, refuse_not_built, with_zero_settings
+from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_settings
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
 from deepspeed_amsp.topology import detect_topology
@@ -49,7 +50,6 @@ class AMSPEngine(CheckpointingEngine):
     Raises at construction, on every rank, before any group is made:
         ConfigError: the block or what stands next to it in the ds_config.
         FactorError: factors that are not legal on this cluster.
-        NotBuilt: keys of the block that this version cannot honour.
         TopologyError: nodes of different size, ranks of a host that are not contiguous, or a table of leaf
             switches that does not fit the hosts or that ranks read differently.
     """
@@ -60,7 +60,6 @@ class AMSPEngine(CheckpointingEngine):
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
-        refuse_not_built(block)
         refuse_model(model, kwargs.get("mpu"))
         refuse_config(config_class._param_dict, config_class.world_size)
         table = block.topology.leaf_switches
@@ -74,7 +73,12 @@ class AMSPEngine(CheckpointingEngine):
         )
         zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
         short = config_class.bfloat16_config.enabled or config_class.float16_config.enabled
-        plan = make_plan(block, topology.world_size, topology.gpus_per_node)
+        cluster = data_parallel(topology.world_size, topology.gpus_per_node)
+        sharding, found = None, ""
+        if block.sharding == "search":
+            asked = _asked(config_class, kwargs.get("optimizer"))
+            sharding, found = searched(block, model, asked, cluster, from_every_rank)
+        plan = make_plan(block, topology.world_size, topology.gpus_per_node, sharding)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
         plan = replace(plan, node_order=place_nodes(topology, plan.sharding))
         if plan.sharding.s_p > 1:
@@ -89,6 +93,8 @@ class AMSPEngine(CheckpointingEngine):
         self.amsp.comm.forget()
         self.amsp.comm.observer = communication_logger()
         if dist.get_rank() == 0:
+            if found:
+                logger.info(f"amsp: {found}")
             logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
             lines = preflight_warnings(config_class._param_dict, config_class.gradient_clipping)
             order = launch_order_warning(torch.device(self.device).type, plan.merge_communicators, os.environ)
@@ -301,3 +307,20 @@ class AMSPEngine(CheckpointingEngine):
             for unit in self._sharded_units():
                 for param in unit.parameters:
                     vars(param)[FREED] = True
+
+
+def _asked(config: Any, client_optimizer: Any) -> Asked:
+    """What the planner wants to know of a DeepSpeedConfig; an optimizer passed to ``initialize`` wins over its."""
+    half = torch.float16 if config.float16_config.enabled else torch.float32
+    dtype = torch.bfloat16 if config.bfloat16_config.enabled else half
+    client = type(client_optimizer).__name__ if client_optimizer is not None else None
+    return Asked(
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        micro_batches=config.gradient_accumulation_steps,
+        stage=config.zero_optimization_stage,
+        dtype=dtype,
+        gradient_dtype=torch.float32 if config.grad_accum_dtype == "fp32" else dtype,
+        optimizer=client or config.optimizer_name or "adamw",
+        clipping=config.gradient_clipping > 0,
+        bucket_elements=config.zero_config.reduce_bucket_size,
+    )

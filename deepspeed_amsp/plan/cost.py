@@ -108,7 +108,7 @@ def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profi
         add("T_os^0", routes.final(bucket.reduced), 1)
         add("T_os^1", routes.publish(bucket.published), 1)
     lines = [
-        Line(term, message, times * message.count, times * message.count * profile.time(*message[:3]))
+        Line(term, message, times * message.copies, times * message.copies * profile.time(*message[:3]))
         for (term, message), times in messages.items()
         if times
     ]

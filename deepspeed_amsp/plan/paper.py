@@ -67,7 +67,8 @@ def paper_memory(model: ModelSpec, plan: Plan, train: TrainSpec) -> Memory:
 
 def paper_sharding(name: str, nodes: int) -> Sharding:
     """The row of Table IV on ``nodes`` nodes of 8 GPUs."""
-    return Sharding(*(ShardFactor(*pair) for pair in TABLE_IV[name]), ShardFactor(8, nodes))
+    p, g, os = (ShardFactor(*pair) for pair in TABLE_IV[name])
+    return Sharding(p, g, os, ShardFactor(8, nodes))
 
 
 def paper_problem(name: str, nodes: int, capacity: float = CAPACITY) -> Problem:

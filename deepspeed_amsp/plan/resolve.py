@@ -5,7 +5,6 @@ Pure: imports neither torch nor deepspeed.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from deepspeed_amsp.config_zero import ZeroSettings
 
 MIB = 1024 * 1024
-
-
-class PlannerUnavailable(NotImplementedError):
-    """ "sharding": "search" was asked for and there is no planner to ask."""
 
 
 class ReduceMode(str, Enum):
@@ -159,16 +154,13 @@ def data_parallel(world_size: int, gpus_per_node: int) -> ShardFactor:
 
 
 def resolve_sharding(block: AmspBlock, world_size: int, gpus_per_node: int) -> Sharding:
-    """The factors that the block asks for on world_size GPUs, gpus_per_node to a node.
+    """The factors that the block names on world_size GPUs, gpus_per_node to a node.
 
-    Raises FactorError when they are not legal there, PlannerUnavailable for "search".
+    Raises FactorError when they are not legal there, or are left to the planner ("search", see `autoplan`).
     """
     dp = data_parallel(world_size, gpus_per_node)
     if block.sharding == "search":
-        raise PlannerUnavailable(
-            '"sharding": "search" asks the planner, which this version does not have yet. Set a preset '
-            f'("ddp", "zero1", "zero2", "zero3", "mics") or factors, for example: {example_block(dp)}'
-        )
+        raise FactorError('"sharding": "search" names no factors: the planner finds them when an engine starts.')
     if isinstance(block.sharding, str):
         return preset(block.sharding, dp)
     return _from_factors(block.sharding, dp)
@@ -187,29 +179,13 @@ def with_zero_settings(plan: Plan, zero: ZeroSettings, itemsize: int = 2) -> Pla
     )
 
 
-NOT_BUILT: dict[str, object] = {
-    "memory_limit_gb": None,
-    "profile": None,
-}
-"""Keys of the block that this version knows but cannot honour, with the only value that it takes."""
+def make_plan(block: AmspBlock, world_size: int, gpus_per_node: int, sharding: Sharding | None = None) -> Plan:
+    """The whole plan that the block asks for, with ``sharding`` if the planner has found it.
 
-
-class NotBuilt(NotImplementedError):
-    """The block asks for something that this version does not do. It is refused rather than ignored."""
-
-
-def refuse_not_built(block: AmspBlock) -> None:
-    """Raises NotBuilt, naming every key of the block that would have no effect."""
-    asked = {f"amsp.{key}": getattr(block, key) for key, only in NOT_BUILT.items() if getattr(block, key) != only}
-    if asked:
-        listed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in asked.items())
-        raise NotBuilt(f"this version does not do {listed} yet; remove it from the block")
-
-
-def make_plan(block: AmspBlock, world_size: int, gpus_per_node: int) -> Plan:
-    """The whole plan that the block asks for. Raises as `resolve_sharding` does."""
+    Raises as `resolve_sharding` does.
+    """
     return Plan(
-        sharding=resolve_sharding(block, world_size, gpus_per_node),
+        sharding=sharding or resolve_sharding(block, world_size, gpus_per_node),
         reduce=ReduceMode(block.reduce),
         publish=PublishMode(block.publish),
         overlap=Overlap(**block.overlap.model_dump()),
@@ -219,13 +195,6 @@ def make_plan(block: AmspBlock, world_size: int, gpus_per_node: int) -> Plan:
         prefetch_bytes=block.prefetch_bytes,
         keep_after_forward=block.keep_after_forward,
     )
-
-
-def example_block(dp: ShardFactor) -> str:
-    """A block to paste that is legal on this cluster: the paper's 7B plan, optimizer states over one node."""
-    sharding = Sharding(ShardFactor(1), ShardFactor(1), ShardFactor(dp.s0), dp)
-    block = {"zero_optimization": {"stage": sharding.stage}, "amsp": {"sharding": sharding.as_dict()}}
-    return json.dumps(block)
 
 
 def _from_factors(factors: FactorsBlock, dp: ShardFactor) -> Sharding:

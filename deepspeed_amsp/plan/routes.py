@@ -18,7 +18,7 @@ from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 
 class Message(NamedTuple):
-    """``count`` collectives of ``size`` bytes each over a group of shape ``mesh``.
+    """``copies`` collectives of ``size`` bytes each over a group of shape ``mesh``.
 
     size counts as the engine's log does: what is gathered, what is reduced, what is broadcast, in whole.
     """
@@ -26,7 +26,7 @@ class Message(NamedTuple):
     op: Op
     size: float
     mesh: ShardFactor
-    count: int = 1
+    copies: int = 1
 
 
 Stages = list[Message]

@@ -126,7 +126,7 @@ class _Sends:
 
 def _timed(stages: Stages, profile: Profile) -> Timed:
     return [
-        (CROSS if message.mesh.s1 > 1 else NODE, message.count * profile.time(message.op, message.size, message.mesh))
+        (CROSS if message.mesh.s1 > 1 else NODE, message.copies * profile.time(message.op, message.size, message.mesh))
         for message in stages
     ]
 

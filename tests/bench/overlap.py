@@ -52,13 +52,9 @@ class Measured:
     sent: dict[str, float] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
     cpu_s: list[float] = field(default_factory=list)
-    refused: str = ""
 
     def add(self, result: dict[str, Any]) -> None:
         """Take one result of `overlap_ranks.measure`."""
-        if "refused" in result:
-            self.refused = result["refused"]
-            return
         self.seconds[result["round"]] = median(result["durations"])
         self.phases[result["round"]] = Phases(*result["phases"])
         self.sent = {link: sent / result["steps"] for link, sent in result["sent"].items()}
@@ -102,7 +98,7 @@ def launch(rows: Sequence[Row], args: argparse.Namespace) -> list[Measured]:
         result = json.loads(line.removeprefix(RESULT))
         row = rows[result["row"]]
         measured[result["row"]].add(result)
-        took = f"{median(result['durations']):.3f} s" if "durations" in result else "refused"
+        took = f"{median(result['durations']):.3f} s"
         console.print(f"[dim]round {result['round'] + 1}/{args.rounds}  {row.name:<52} {took}[/]")
         if out is not None:
             print(
@@ -167,8 +163,8 @@ def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
         if row.nic_mbit != nic:
             continue
         words = [row.plan, str(row.micro_batches), row.overlap if row.factors else ""]
-        if one.refused or not one.seconds:
-            table.add_row(*words, f"refused: {one.refused}" if one.refused else "not measured")
+        if not one.seconds:
+            table.add_row(*words, "not measured")
             continue
         theory = sum(row.bytes_by_phase())
         words += [spread([*one.seconds.values()]), *(f"{1e3 * part:.0f}" for part in one.typical.parts)]

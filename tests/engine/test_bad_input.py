@@ -53,7 +53,6 @@ def amsp(sharding: Any, gpus_per_node: int = 2, **block: Any) -> dict[str, Any]:
         ({"parameters": [2, 1], "gradients": [1, 1]}, ["gradients", "Eq. 3"]),
         ({"optimizer_states": 3}, ["optimizer_states", "3", "1, 2, 4"]),
         ("zero7", ["zero7", "zero1"]),
-        ("search", ["planner", "zero1"]),
     ],
 )
 def test_wrong_factors(sharding: Any, words: list[str]) -> None:
