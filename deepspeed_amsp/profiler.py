@@ -43,11 +43,6 @@ class Effort:
     repetitions: int
     seconds: float
 
-    @property
-    def measurements(self) -> int:
-        """At most so many points."""
-        return len(self.meshes) * len(Op) * len(self.sizes)
-
 
 def quick(data_parallel: ShardFactor) -> Effort:
     """About a minute: the outermost meshes of each kind, between which a profile interpolates."""
@@ -56,7 +51,7 @@ def quick(data_parallel: ShardFactor) -> Effort:
     across = {ShardFactor(s0, s1) for s0 in (1, whole) for s1 in (_least(nodes), nodes) if s1 > 1}
     chosen = tuple(mesh for mesh in meshes_needed(data_parallel) if mesh in in_node | across)
     sizes = tuple(KIB * size for size in (64, 1024, 8 * 1024, 64 * 1024))
-    return Effort(chosen, sizes, repetitions=5, seconds=40 / max(len(chosen) * len(Op), 1))
+    return Effort(chosen, sizes, repetitions=7, seconds=min(40 / max(len(chosen) * len(Op), 1), 3.5))
 
 
 def full(data_parallel: ShardFactor) -> Effort:

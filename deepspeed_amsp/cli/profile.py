@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timezone
 from importlib import import_module
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from deepspeed_amsp.cli.options import LOCAL_RANK, fail
 from deepspeed_amsp.plan import profile_file
 from deepspeed_amsp.plan.factors import ShardFactor
-from deepspeed_amsp.plan.profile import Entry, Point, Profile, ProfileError
+from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile, ProfileError
 from deepspeed_amsp.topology import TopologyError, detect_topology
 
 if TYPE_CHECKING:
@@ -60,15 +62,13 @@ def profile(
             f"it takes several ranks to communicate ({f'{missing[0]} is not set' if missing else 'WORLD_SIZE is 1'}): "
             f"start it on the whole cluster, deepspeed --hostfile ... --module deepspeed_amsp.profiler --out {out}",
         )
-    from deepspeed_amsp.comm import CollectiveError
-
     try:
         _profile(out.absolute(), quick, resume, gpus_per_node)
     except (Refused, TopologyError) as error:
         fail("profile", str(error))
     except OSError as error:
         fail("profile", f"cannot write {out}: {error}", code=1)
-    except (CollectiveError, RuntimeError) as error:
+    except RuntimeError as error:  # a CollectiveError, or torch's own
         fail("profile", f"a collective failed, or another rank did: {str(error).splitlines()[0]}", code=1)
 
 
@@ -79,8 +79,7 @@ def _profile(out: Path, quick: bool, resume: bool, gpus_per_node: int | None) ->
     from deepspeed_amsp import profiler
     from deepspeed_amsp.comm import from_every_rank, host_names
 
-    device, about = _join()
-    try:
+    with _joined() as (device, about):
         hosts, rank = host_names(), dist.get_rank()
         nodes = detect_topology(gpus_per_node, os.environ, dist.get_world_size(), hosts)
         data_parallel = ShardFactor(nodes.gpus_per_node, nodes.nodes)
@@ -94,8 +93,6 @@ def _profile(out: Path, quick: bool, resume: bool, gpus_per_node: int | None) ->
             profiler.measure(data_parallel, effort, device, told, _ignore if report is None else report.take)
         if report is not None:
             report.finish()
-    finally:
-        dist.destroy_process_group()
 
 
 class _About(NamedTuple):
@@ -105,8 +102,10 @@ class _About(NamedTuple):
     memory: float | None
 
 
-def _join() -> tuple[torch.device, _About]:
-    """Make the default process group. torch's own: DeepSpeed's would compile shared-memory collectives on a CPU."""
+@contextmanager
+def _joined() -> Iterator[tuple[torch.device, _About]]:
+    """In the default process group. One that is made here is torch's own: DeepSpeed's would compile shared-memory
+    collectives on a CPU."""
     import torch
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
@@ -120,8 +119,14 @@ def _join() -> tuple[torch.device, _About]:
         device = torch.device(kind, index)
         name = getattr(accelerator, "get_device_name", None)
         about = _About(str(name(index)) if name else kind, float(accelerator.total_memory(index)))
+    if dist.is_initialized():
+        yield device, about
+        return
     dist.init_process_group("gloo" if kind == "cpu" else accelerator.communication_backend_name())
-    return device, about
+    try:
+        yield device, about
+    finally:
+        dist.destroy_process_group()
 
 
 class _Cluster(NamedTuple):
@@ -156,8 +161,11 @@ def _start(out: Path, resume: bool, cluster: _Cluster) -> list[Entry] | str:
     """On rank 0: the entries of the file that is continued, or why not to begin."""
     if out.is_dir() or not out.parent.is_dir():
         return f"--out must be a file in a folder that exists, got {out}"
-    if not os.access(out.parent, os.W_OK):
-        return f"--out: the folder of {out} cannot be written to"
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):  # permissions alone would not say
+            pass
+    except OSError as error:
+        return f"--out: cannot write to {out.parent}: {error.strerror}"
     if not resume or not out.exists():
         return []
     try:
@@ -182,27 +190,29 @@ class _Report:
     def __init__(self, out: Path, cluster: _Cluster, known: list[Entry], effort: Effort) -> None:
         self._out, self._cluster = out, cluster
         self._entries = {(entry.op, entry.mesh): entry for entry in known}
-        self._total = effort.measurements
         self._new = 0
         self._began = time.monotonic()
         self._show: Callable[[str, Entry], None] = lambda line, entry: print(line, flush=True)
-        self._places = {(mesh, op): at for at, (mesh, op) in enumerate(_order(effort))}
+        self._places = {step: at for at, step in enumerate(product(effort.meshes, Op), start=1)}
 
-    def bar(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def bar(self) -> Iterator[None]:
         """A bar in a terminal; lines elsewhere."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         console = Console()
         if not console.is_terminal:
-            return nullcontext()
+            yield
+            return
         columns = (TextColumn("{task.description:<60}"), BarColumn(), TimeElapsedColumn())
-        progress = Progress(*columns, console=console)
-        task = progress.add_task("connecting", total=len(self._places))
-        self._show = lambda line, entry: progress.update(
-            task, description=line, completed=self._places[entry.mesh, entry.op] + 1
-        )
-        return progress
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("connecting", total=len(self._places))
+            self._show = lambda line, entry: progress.update(
+                task, description=line, completed=self._places[entry.mesh, entry.op]
+            )
+            yield
+            progress.update(task, completed=len(self._places))
 
     def take(self, entry: Entry, point: Point) -> None:
         """Write it down. Raises OSError."""
@@ -224,13 +234,6 @@ class _Report:
             f"in {self._out}",
             flush=True,
         )
-
-
-def _order(effort: Effort) -> list[tuple[ShardFactor, Any]]:
-    """Meshes and collectives in the order in which they are measured."""
-    from deepspeed_amsp.plan.profile import Op
-
-    return [(mesh, op) for mesh in effort.meshes for op in Op]
 
 
 def main() -> None:
