@@ -291,7 +291,8 @@ def make_siblings(mesh: ShardFactor, data_parallel: ShardFactor) -> Group:
 
 
 def destroy_group(group: Group) -> None:
-    """Destroy what `make_siblings` made. Local; must not run while a collective is in flight."""
+    """Destroy what `make_siblings` made. Local; must not run while a collective is in flight, nor before all ranks have
+    been through one: others may still be connecting."""
     dist.destroy_process_group(group.handle)
 
 

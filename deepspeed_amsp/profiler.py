@@ -125,13 +125,14 @@ class _Session:
         self._device = device
         self._comm = Communicator()
         self._clock = clock_for(device.type)
-        self._world = make_siblings(data_parallel, data_parallel)
+        self._world: Group | None = None
         self._token = torch.zeros(1, device=device)
         self._mesh: ShardFactor | None = None
         self._group: Group | None = None
 
     def enter(self, mesh: ShardFactor) -> None:
-        """From here on groups have this shape; they are made when something is measured on them."""
+        """From here on groups have this shape; they are made when something is measured on them, since a group that
+        one rank destroys unused breaks the connections that another is still making."""
         self._mesh = mesh
 
     def leave(self) -> None:
@@ -140,13 +141,15 @@ class _Session:
         self._group = None
 
     def close(self) -> None:
-        destroy_group(self._world)
+        if self._world is not None:
+            destroy_group(self._world)
+        self._world = None
 
     def point(self, op: Op, size: int) -> Point:
         """Median over repetitions of the time in which the slowest rank was done, and its interquartile range."""
         assert self._mesh is not None
-        if self._group is None:
-            self._group = make_siblings(self._mesh, self._data_parallel)
+        self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
+        self._group = self._group or make_siblings(self._mesh, self._data_parallel)
         issue = _issuing(self._comm, op, self._group, size, self._device)
         # The first round connects the ranks.
         mine = [self._round(issue) for _ in range(self._repetitions + 1)][1:]
@@ -157,6 +160,7 @@ class _Session:
 
     def _round(self, issue: Callable[[], list[Ticket]]) -> float:
         """Seconds from the issue to the end."""
+        assert self._world is not None
         self._comm.all_reduce(self._world, self._token, "barrier").wait()
         self._clock.settle()
         begin = self._clock.stamp()

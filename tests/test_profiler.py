@@ -52,12 +52,14 @@ def test_a_quick_profile_answers_for_every_mesh(cluster: ShardFactor) -> None:
 
 
 def siblings_of(cluster: ShardFactor) -> dict[str, tuple[int, ...]]:
+    from deepspeed_amsp.comm import from_every_rank
     from deepspeed_amsp.mesh import destroy_group, make_siblings
 
     found = {}
     for mesh in meshes_needed(cluster):
         group = make_siblings(mesh, cluster)
         found[str(mesh)] = group.ranks
+        from_every_rank(None)  # gloo ranks may still be connecting
         destroy_group(group)
     return found
 
