@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from deepspeed_amsp.plan.factors import Sharding
+from deepspeed_amsp.plan.factors import ShardFactor, Sharding
 from deepspeed_amsp.topology import LEAF_KEY, TopologyError
 
 GROUP_BACKEND: str | None = None
@@ -37,6 +37,7 @@ class Purpose(str, Enum):
     GRAD_GATHER = "grad_gather"
     PUBLISH = "publish"
     SCALARS = "scalars"
+    PROFILE = "profile"
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,32 @@ class Mesh:
             return
         handle = _new_group(list(ranks), _default_timeout())
         self._handles[key] = handle if self.rank in ranks else None
+
+
+def make_siblings(mesh: ShardFactor, data_parallel: ShardFactor) -> Group:
+    """The group of ``mesh`` GPUs through this rank, for the profiler; the caller gives it to `destroy_group`.
+
+    All ranks make all groups of that shape. Those in a node have neighbouring ranks, as a param axis has; those across
+    nodes have every (R / s0)-th of a node, as an optim axis has. All ranks call this, in one order of meshes.
+    """
+    one, whole = ShardFactor(data_parallel.s0 // mesh.s0), ShardFactor(data_parallel.s0, mesh.s1)
+    if mesh.s1 == 1:
+        sharding, axis = Sharding(mesh, mesh, mesh, data_parallel), "param"
+    else:
+        sharding, axis = Sharding(one, whole, whole, data_parallel), "optim"
+    found = None
+    for ranks in Grid.sizes(sharding).partition(AXES[axis]):
+        handle = _new_group(list(ranks), _default_timeout())
+        if dist.get_rank() in ranks:
+            found = Group(Purpose.PROFILE, str(mesh), ranks, ranks.index(dist.get_rank()), handle)
+    assert found is not None, "the groups are a partition of the ranks"
+    return found
+
+
+def destroy_group(group: Group) -> None:
+    """Destroy what `make_siblings` made. Local; must not run while a collective is in flight, nor before all ranks have
+    been through one: others may still be connecting."""
+    dist.destroy_process_group(group.handle)
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -55,12 +55,12 @@ class Curve:
     @classmethod
     def through(cls, points: Sequence[Point]) -> Curve:
         """Below the first point the line through the first two goes on, never below 0; above the last, that of the
-        last two. Where noise makes a larger message faster, it counts as no faster than the smaller one.
+        last two. Disturbances only make messages slower, so what a larger one took is enough for the smaller ones.
 
         One point alone is taken for pure latency below it and for pure bandwidth above.
         """
         at = [float(point.bytes) for point in points]
-        seconds = list(accumulate((point.seconds for point in points), max))
+        seconds = [*accumulate((point.seconds for point in reversed(points)), min)][::-1]
         if len(points) == 1:
             return cls((0.0, at[0]), (seconds[0], seconds[0]), seconds[0] / at[0], at[0])
         first = (seconds[1] - seconds[0]) / (at[1] - at[0])

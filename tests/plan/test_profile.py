@@ -83,11 +83,12 @@ def test_outside_the_points_the_lines_go_on() -> None:
     )
 
 
-def test_no_latency_is_below_zero_and_noise_makes_nothing_faster() -> None:
+def test_no_latency_is_below_zero_and_a_larger_message_bounds_the_smaller() -> None:
     steep = measured({1000: 1e-6, 2000: 9e-6})
     assert 0 < steep.time(Op.ALL_GATHER, 1, PAIR) < 1e-8
     noisy = measured({1000: 10e-6, 2000: 8e-6, 3000: 12e-6})
-    assert noisy.time(Op.ALL_GATHER, 2000, PAIR) == pytest.approx(10e-6)
+    assert noisy.time(Op.ALL_GATHER, 1000, PAIR) == pytest.approx(8e-6)
+    assert noisy.time(Op.ALL_GATHER, 2500, PAIR) == pytest.approx(10e-6)
 
 
 def test_one_point_is_latency_below_and_bandwidth_above() -> None:

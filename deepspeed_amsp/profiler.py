@@ -1,0 +1,196 @@
+"""Measures collectives on a live cluster: a `Profile`.
+
+    deepspeed --hostfile hosts --module deepspeed_amsp.profiler --out profile.json [--full] [--resume]
+
+Collectives go out as the engine issues them (`comm`), on the shapes of group that plans use, with all sibling groups of
+the cluster active together: they share the nodes' NICs, and one group alone would make sharded parameters look cheap.
+The command line is `cli.profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from statistics import median, quantiles
+
+import torch
+
+from deepspeed_amsp.comm import Communicator, Ticket, from_every_rank
+from deepspeed_amsp.mesh import Group, destroy_group, make_siblings
+from deepspeed_amsp.plan.factors import ShardFactor, divisors
+from deepspeed_amsp.plan.profile import Entry, Op, Point, meshes_needed
+from deepspeed_amsp.trace.clock import clock_for
+
+KIB = 1024
+DTYPE = torch.bfloat16
+"""Working copies and gradients travel in 16 bits."""
+
+Known = dict[tuple[Op, ShardFactor], Entry]
+OnPoint = Callable[[Entry, Point], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    sizes: bytes of messages, ascending. seconds: for the messages of one collective on one mesh, which a slow network
+    does not get through: it gets smaller largest messages.
+    """
+
+    meshes: tuple[ShardFactor, ...]
+    sizes: tuple[int, ...]
+    repetitions: int
+    seconds: float
+
+
+def quick(data_parallel: ShardFactor) -> Effort:
+    """About a minute: the outermost meshes of each kind, between which a profile interpolates."""
+    whole, nodes = data_parallel.s0, data_parallel.s1
+    in_node = {ShardFactor(s0) for s0 in (_least(whole), whole)}
+    across = {ShardFactor(s0, s1) for s0 in (1, whole) for s1 in (_least(nodes), nodes) if s1 > 1}
+    chosen = tuple(mesh for mesh in meshes_needed(data_parallel) if mesh in in_node | across)
+    sizes = tuple(KIB * size for size in (64, 1024, 8 * 1024, 64 * 1024))
+    return Effort(chosen, sizes, repetitions=7, seconds=min(40 / max(len(chosen) * len(Op), 1), 3.5))
+
+
+def full(data_parallel: ShardFactor) -> Effort:
+    """Every mesh that a plan can use, 4 KB to 256 MB."""
+    sizes = tuple(KIB * 4**power for power in range(1, 10))
+    return Effort(tuple(meshes_needed(data_parallel)), sizes, repetitions=11, seconds=20.0)
+
+
+def _least(number: int) -> int:
+    """The smallest divisor above 1; 1 of 1."""
+    return (*divisors(number), 1)[1]
+
+
+def measure(
+    data_parallel: ShardFactor, effort: Effort, device: torch.device, known: Sequence[Entry], on_point: OnPoint
+) -> None:
+    """Measure what is not in ``known``. Collective: all ranks call it with the same arguments.
+
+    Args:
+        data_parallel: (ranks of a node, nodes); a node's ranks are consecutive.
+        known: entries of a measurement that is continued.
+        on_point: told on every rank of each new point and the entry that it completes.
+    """
+    entries: Known = {(entry.op, entry.mesh): entry for entry in known}
+    session = _Session(data_parallel, effort.repetitions, device)
+    for mesh in effort.meshes:
+        session.enter(mesh)
+        for op in Op:
+            _sweep(session, op, mesh, effort, entries, on_point)
+        session.leave()
+    session.close()
+
+
+def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries: Known, on_point: OnPoint) -> None:
+    """One collective on one mesh, from small to large messages while there is time."""
+    points = {point.bytes: point for point in entries.get((op, mesh), Entry(op, mesh, ())).points}
+    at_once = mesh.size if op is Op.BROADCAST else 1
+    rounds = at_once * (effort.repetitions + 1)
+    left = effort.seconds - rounds * sum(point.seconds for point in points.values())
+    for wished in effort.sizes:
+        size = _even(wished // at_once, mesh.size)
+        if size in points:
+            continue
+        smaller = max((other for other in points if other < size), default=None)
+        if smaller is not None:
+            # At worst as slow a byte as the last one: if that takes too long, what still fits and is worth the while.
+            fits = int(max(left, 0) / rounds * smaller / points[smaller].seconds)
+            size = min(size, _even(fits, mesh.size))
+            if size < 2 * smaller or size in points:
+                continue
+        point = session.point(op, size)
+        points[size] = point
+        left -= rounds * point.seconds
+        entry = entries.get((op, mesh), Entry(op, mesh, ())).with_point(point)
+        entries[op, mesh] = entry
+        on_point(entry, point)
+
+
+def _even(size: int, ranks: int) -> int:
+    """The next size that is whole elements on every rank."""
+    grain = DTYPE.itemsize * ranks
+    return max(size // grain, 1) * grain
+
+
+class _Session:
+    """Groups of one mesh at a time, and a barrier over all ranks."""
+
+    def __init__(self, data_parallel: ShardFactor, repetitions: int, device: torch.device) -> None:
+        self._data_parallel = data_parallel
+        self._repetitions = repetitions
+        self._device = device
+        self._comm = Communicator()
+        self._clock = clock_for(device.type)
+        self._world: Group | None = None
+        self._token = torch.zeros(1, device=device)
+        self._mesh: ShardFactor | None = None
+        self._group: Group | None = None
+
+    def enter(self, mesh: ShardFactor) -> None:
+        """From here on groups have this shape; they are made when something is measured on them, since a group that
+        one rank destroys unused breaks the connections that another is still making."""
+        self._mesh = mesh
+
+    def leave(self) -> None:
+        if self._group is not None:
+            destroy_group(self._group)
+        self._group = None
+
+    def close(self) -> None:
+        if self._world is not None:
+            destroy_group(self._world)
+        self._world = None
+
+    def point(self, op: Op, size: int) -> Point:
+        """Median over repetitions of the time in which the slowest rank was done, and its interquartile range."""
+        assert self._mesh is not None
+        self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
+        self._group = self._group or make_siblings(self._mesh, self._data_parallel)
+        issue = _issuing(self._comm, op, self._group, size, self._device)
+        # The first round connects the ranks.
+        mine = [self._round(issue) for _ in range(self._repetitions + 1)][1:]
+        slowest = [max(times) for times in zip(*from_every_rank(mine), strict=True)]
+        at_once = self._group.size if op is Op.BROADCAST else 1
+        low, _, high = quantiles(slowest, n=4, method="inclusive")
+        return Point(size, median(slowest) / at_once, (high - low) / at_once)
+
+    def _round(self, issue: Callable[[], list[Ticket]]) -> float:
+        """Seconds from the issue to the end."""
+        assert self._world is not None
+        self._comm.all_reduce(self._world, self._token, "barrier").wait()
+        self._clock.settle()
+        begin = self._clock.stamp()
+        for ticket in issue():
+            ticket.wait()
+        end = self._clock.stamp()
+        self._clock.settle()
+        return self._clock.seconds(end) - self._clock.seconds(begin)
+
+
+def _issuing(comm: Communicator, op: Op, group: Group, size: int, device: torch.device) -> Callable[[], list[Ticket]]:
+    """What issues ``op`` on a message of ``size`` bytes: a Broadcast from every rank, else one collective."""
+    label = f"{size} bytes on {group.axis}"
+    elements = size // DTYPE.itemsize
+
+    def buffer(length: int) -> torch.Tensor:
+        return torch.zeros(length, dtype=DTYPE, device=device)
+
+    if op is Op.BROADCAST:
+        parts = [buffer(elements) for _ in group.ranks]
+        return lambda: [comm.broadcast(group, part, source, label) for source, part in enumerate(parts)]
+    whole, share = buffer(elements), buffer(elements // group.size)
+    if op is Op.ALL_GATHER:
+        return lambda: [comm.all_gather(group, share, whole, label)]
+    if op is Op.REDUCE_SCATTER:
+        splits = [share.numel()] * group.size
+        return lambda: [comm.reduce_scatter(group, whole, share, splits, label)]
+    return lambda: [comm.all_reduce(group, whole, label)]
+
+
+if __name__ == "__main__":
+    # By name: the commands stand to the right of this room.
+    import_module("deepspeed_amsp.cli.profile").main()
