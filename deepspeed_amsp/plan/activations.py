@@ -51,6 +51,9 @@ def activation_bytes(model: ModelSpec, train: TrainSpec) -> ActivationBytes:
         kept = "their inputs 2*s*b*h" if train.recompute else f"{PER_LAYER}*s*b*h bytes"
         estimated = f"activations were not measured: {kept} a layer"
     scale *= train.parameter_bytes / 2 / train.tensor_parallel
+    # A weight's gradient, whole until it is in its bucket, does not grow with the tokens.
+    widest = max((unit.trainable_numel for unit in model.units if unit.layer is not None), default=0)
+    weights = train.parameter_bytes * widest
 
     def scaled(value: int) -> int:
         return round(value * scale)
@@ -62,7 +65,7 @@ def activation_bytes(model: ModelSpec, train: TrainSpec) -> ActivationBytes:
         all_layers=kept_bytes * model.layers,
         outside=scaled(probed.outside),
         outside_gradient=scaled(2 * model.vocab * (probed.sequence if model.activations else tokens)),
-        layer_backward=scaled(probed.layer_backward),
+        layer_backward=weights + scaled(max(probed.layer_backward - 2 * train.tensor_parallel * widest, 0)),
         outside_backward=scaled(probed.outside_backward),
         estimated=estimated,
     )
@@ -71,12 +74,12 @@ def activation_bytes(model: ModelSpec, train: TrainSpec) -> ActivationBytes:
 def _estimate(model: ModelSpec, tokens: int) -> Activations:
     """Where nothing was measured; of logits, log-probabilities in fp32 are kept, and twice that is needed once more."""
     hidden = tokens * model.hidden
-    largest = max((unit.numel for unit in model.units if unit.layer is not None), default=0)
+    widest = max((unit.trainable_numel for unit in model.units if unit.layer is not None), default=0)
     return Activations(
         sequence=tokens,
         layer=PER_LAYER * hidden,
         layer_input=2 * hidden,
         outside=4 * tokens * model.vocab + 4 * hidden,
-        layer_backward=8 * hidden + 2 * largest,
+        layer_backward=8 * hidden + 2 * widest,
         outside_backward=8 * tokens * model.vocab,
     )

@@ -99,16 +99,12 @@ class Residency:
         """The fullest moments of a step that is not the first."""
         peaks = Peaks()
         self._forward(peaks, resting=0, reducing=0, publishing=list(self.published))
-        resting, reducing = 0, 0
+        reductions = _Reductions(self)
+        resting, reducing = reductions.resting, reductions.reducing
         if self.train.micro_batches > 1:
-            resting = sum(self.kept)
-            if self.every_micro_batch and self.geometry.buckets:
-                # What is sent last is still under way when the next micro-batch begins.
-                reducing = self._flights(self.geometry.buckets[0])[0]
-                resting -= self.kept[0] if self.train.micro_batches == 2 else 0
             self._forward(peaks, resting, reducing, [0] * len(self.published))
         self._loss(peaks, resting, reducing)
-        self._backward(peaks)
+        self._backward(peaks, reductions)
         self._step(peaks)
         return peaks
 
@@ -165,9 +161,9 @@ class Residency:
         peaks.see(FORWARD, resting, kept, reducing, 0, held_back, 0, 0)
         peaks.see(BACKWARD, resting, kept, reducing, 0, held_back, acts.outside_backward, 0)
 
-    def _backward(self, peaks: Peaks) -> None:
+    def _backward(self, peaks: Peaks, state: _Reductions) -> None:
         """The last micro-batch: from the last unit to the first, gradients leave as their buckets become full."""
-        units, acts, state = self.model.units, self.activations, _Reductions(self)
+        units, acts = self.model.units, self.activations
         remaining, layer = self.in_flight * acts.all_layers, None
         first_of_bucket = {bucket.index: bucket.units[0] for bucket in self.geometry.buckets}
         for index in reversed(range(len(units))):
@@ -246,6 +242,13 @@ class Residency:
         flights += [resting + section + extra for extra in _in_two_stages(stages.replicate, before, wire)]
         return flights
 
+    def last_partial_flight(self) -> int:
+        """Bytes of the bucket that is sent last in a micro-batch that is not the last, in its last stage."""
+        flights = self._flights(self.geometry.buckets[0])
+        if self.plan.reduce is ReduceMode.ALL_REDUCE:
+            return flights[0]
+        return flights[max(stage for stage, size in enumerate(self.stages.inner) if size > 1)]
+
     def _step(self, peaks: Peaks) -> None:
         """Buckets are updated and published one by one; their gradients go when all are done."""
         resting, sent, alone = sum(self.owned), 0, self.geometry.owners == 1
@@ -254,6 +257,10 @@ class Residency:
             peaks.see(STEP, resting, 0, 0, sent, 0, 0, update)
             peaks.see(PUBLISHED, resting, 0, 0, sent + size, 0, 0, 0)
             sent += 0 if alone else size
+
+
+_EARLIER = -1
+"""Number of the bucket that an earlier micro-batch has left on its way."""
 
 
 class _Reductions:
@@ -273,6 +280,11 @@ class _Reductions:
         self._units: deque[int] = deque(maxlen=2)
         self._bytes: dict[int, list[int]] = {}
         self._open: int | None = None
+        if accumulates and residency.every_micro_batch and kept:
+            # What is sent last is still under way when the next micro-batch begins.
+            self._bytes[_EARLIER] = [residency.last_partial_flight()]
+            self._flight.append((_EARLIER, 0))
+            self.resting -= kept[0] if residency.train.micro_batches == 2 else 0
 
     @property
     def reducing(self) -> int:
@@ -316,6 +328,8 @@ class _Reductions:
     def _go_on(self, bucket: int, stage: int) -> None:
         if stage < len(self._bytes[bucket]):
             self._flight.append((bucket, stage))
+        elif bucket == _EARLIER:
+            self.resting += self._kept[0] if self._of.train.micro_batches == 2 else 0
         else:
             self.resting += self._of.owned[bucket]
 
