@@ -94,20 +94,29 @@ def geometry(model: ModelSpec, plan: Plan, train: TrainSpec) -> Geometry:
     bucket = BUCKET_NUMEL if plan.bucket_bytes is None else max(plan.bucket_bytes // train.parameter_bytes, 1)
     s_p, owners = plan.sharding.s_p, plan.sharding.s_os // plan.sharding.s_p
     uniform = plan.publish is PublishMode.ALL_GATHER
-    key = (s_p, owners, bucket, train.optimizer.whole_tensors and s_p == 1, uniform)
+    key = (s_p, owners, bucket, train.optimizer.whole_tensors and s_p == 1, uniform, train.padding_limit)
     # Kept with the model, like a cached_property: hashing a model of many units takes longer than a look-up may.
-    known: dict[tuple[int, int, int, bool, bool], Geometry] = vars(model).setdefault("_geometries", {})
+    known: dict[tuple[int, int, int, bool, bool, float], Geometry] = vars(model).setdefault("_geometries", {})
     if key not in known:
         known[key] = _make(model, *key)
     return known[key]
 
 
-def _make(model: ModelSpec, s_p: int, owners: int, bucket_numel: int, whole: bool, uniform: bool) -> Geometry:
+def _make(
+    model: ModelSpec, s_p: int, owners: int, bucket_numel: int, whole: bool, uniform: bool, padding_limit: float
+) -> Geometry:
     layouts = [UnitLayout(unit.name, unit.params, s_p) for unit in model.units]
     groups: list[Sequence[Piece]] = []
     for index, (unit, layout) in enumerate(zip(model.units, layouts, strict=True)):
         groups.append([piece for piece in shard_pieces(layout, index, 0) if piece.param.name not in unit.frozen])
-    buckets = build_buckets(groups, OwnerGrid((owners,)), bucket_numel, whole_tensors=whole, uniform=uniform)
+    buckets = build_buckets(
+        groups,
+        OwnerGrid((owners,)),
+        bucket_numel,
+        whole_tensors=whole,
+        uniform=uniform,
+        padding_limit=padding_limit,
+    )
     bucket_of: list[int | None] = [None] * len(layouts)
     for bucket in buckets:
         for index in bucket.units:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deepspeed_amsp.plan.factors import ShardFactor
-from deepspeed_amsp.plan.layout import ParamSpec
+from deepspeed_amsp.plan.layout import PADDING_LIMIT, ParamSpec
 
 GB = 1e9
 """Sizes of GPUs are decimal in this package, as in the paper's 80 GB."""
@@ -235,7 +235,8 @@ class TrainSpec:
     micro_batches: M. recompute: activations of blocks are recomputed in the backward. gradient_bytes: of a resting
     gradient (the accumulation dtype). gradient_clipping: off lets updates start as gradients arrive.
     tensor_parallel, pipeline_parallel: GPUs that share one replica of the model otherwise; their parameters are cut
-    evenly and data parallelism has what is left.
+    evenly and data parallelism has what is left. padding_limit: owners' sections of a bucket are padded to one length
+    while that makes it at most so much longer; 1.0 on gloo.
     """
 
     sequence: int = 4096
@@ -248,6 +249,7 @@ class TrainSpec:
     gradient_clipping: bool = True
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    padding_limit: float = PADDING_LIMIT
 
     def __post_init__(self) -> None:
         """Check ranges."""

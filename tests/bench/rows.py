@@ -77,7 +77,7 @@ class Row:
             "steps_per_print": 1_000_000,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
-            "zero_optimization": {"stage": 1 if p == (1, 1) else 3},
+            "zero_optimization": {"stage": 3 if p != (1, 1) else 2 if g != (1, 1) else 1},
             "amsp": block,
         }
 

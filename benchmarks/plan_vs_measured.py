@@ -1,0 +1,294 @@
+"""Does the planner's step time come true? Profile an emulated cluster, predict, measure, compare.
+
+    python -m benchmarks.plan_vs_measured                 # 2x2 and 4x2, about 15 minutes on two quiet cores
+    python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3
+
+Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, trains without
+communication (what computation takes), and then every plan. Predictions use the profile and the computation of the
+same launch, nothing that was measured on a plan. Compute time is emulated: every block of a real LLaMA of 13.8M
+parameters takes 40 ms more in forward and 80 ms more in backward, in which the CPU is free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
+from deepspeed_amsp.plan.factors import ShardFactor, Sharding
+from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
+from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
+from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
+from tests.bench.rows import MODEL, RESULT, Factors, Phases, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+POINT = "POINT "
+RANKS_PER_NODE = 2
+MARGIN = 0.10
+"""Two plans count as different when their measured times differ by more."""
+console = Console(width=150)
+
+ONE, NODE = (1, 1), (2, 1)
+
+
+def plans(nodes: int) -> list[Factors]:
+    """DDP, the paper's 7B plan, OS and then G over everything, MiCS, the paper's 30B shape, ZeRO-3."""
+    two, every = (2, 2), (2, nodes)
+    return [
+        (ONE, ONE, ONE),
+        (ONE, ONE, NODE),
+        (ONE, ONE, every),
+        (ONE, NODE, NODE),
+        (NODE, NODE, NODE),
+        (NODE, NODE, two),
+        (every, every, every),
+    ]
+
+
+# ---- the ranks ---------------------------------------------------------------------------------------------
+
+
+def on_rank(job: dict[str, Any]) -> None:
+    """Profile, then train every row; rank 0 prints."""
+    import logging
+
+    import torch
+
+    from examples import cpu
+
+    cpu.prepare()
+
+    import deepspeed
+    import torch.distributed as dist
+
+    from deepspeed_amsp import profiler
+    from tests.bench.overlap_ranks import measure
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    first = dist.get_rank() == 0
+
+    def tell(entry: Entry, point: Point) -> None:
+        if first:
+            values = [entry.op.value, entry.mesh.as_list(), point.bytes, point.seconds, point.spread]
+            print(POINT + json.dumps(values), flush=True)
+
+    cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
+    profiler.measure(cluster, profiler.quick(cluster), torch.device("cpu"), [], tell)
+    rows = [Row.from_dict(values) for values in job["rows"]]
+    for number in range(job["rounds"]):
+        for index in range(len(rows)) if number % 2 == 0 else reversed(range(len(rows))):
+            result = measure(rows[index], job["steps"], job["forward_ms"])
+            if first:
+                print(RESULT + json.dumps({"row": index, "round": number, **result}), flush=True)
+    dist.destroy_process_group()
+
+
+# ---- prediction --------------------------------------------------------------------------------------------
+
+
+def model_spec() -> ModelSpec:
+    """The benchmark's LLaMA."""
+    import torch
+
+    from deepspeed_amsp.probe import model_spec as spec_of
+    from examples.llama import Llama
+
+    with torch.device("meta"):
+        return spec_of(Llama(MODEL), "llama-13.8M")
+
+
+def computation(model: ModelSpec, measured: Phases, forward_ms: float) -> Compute:
+    """The emulated time of a block where it is spent, at the block's end in forward and so first in its backward;
+    what was measured beyond it in proportion to the elements of units."""
+    last = {members[-1] for members in model.ranges.values()}
+    emulated = [forward_ms / 1e3 if index in last else 0.0 for index in range(len(model.units))]
+
+    def spread(total: float, factor: float) -> tuple[float, ...]:
+        real = max(total - factor * sum(emulated), 0.0)
+        return tuple(
+            factor * sleep + real * unit.numel / model.numel for sleep, unit in zip(emulated, model.units, strict=True)
+        )
+
+    # The row without communication updates one of two owners' halves.
+    update = measured.update / (model.numel / 2)
+    return Compute(spread(measured.forward, 1.0), spread(measured.backward, 2.0), (0.0,) * len(model.units), update)
+
+
+def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: Compute) -> StepTime:
+    """The planner's step time of a row."""
+    assert row.factors is not None
+    p, g, states = (ShardFactor(*pair) for pair in row.factors)
+    sharding = Sharding(p, g, states, ShardFactor(RANKS_PER_NODE, nodes))
+    plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_bytes)
+    train = TrainSpec(sequence=64, micro_batches=row.micro_batches, padding_limit=1.0)
+    return step_time(model, plan, train, profile, compute)
+
+
+# ---- report ------------------------------------------------------------------------------------------------
+
+
+class Compared(NamedTuple):
+    """Seconds a step of one row."""
+
+    row: Row
+    measured: float
+    predicted: StepTime
+
+    @property
+    def error(self) -> float:
+        return self.predicted.seconds / self.measured - 1
+
+
+def run(nodes: int, args: argparse.Namespace) -> list[Compared]:
+    """One cluster."""
+    rows = [Row(None, m, args.nic) for m in args.micro_batches]
+    for m in args.micro_batches:
+        rows += [Row(factors, m, args.nic, "full", False, args.bucket_bytes) for factors in plans(nodes)]
+    rows = [replace(row, hierarchical=False) for row in rows]
+    durations: dict[int, list[float]] = {}
+    phases: dict[int, list[Phases]] = {}
+    points: dict[tuple[Op, ShardFactor], list[Point]] = {}
+
+    def take(_: int, line: str) -> None:
+        if line.startswith(POINT):
+            op, mesh, size, seconds, spread = json.loads(line.removeprefix(POINT))
+            points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(size, seconds, spread))
+            console.print(f"[dim]{op} {mesh[0]}x{mesh[1]} {size / 1e6:8.3f} MB {1e3 * seconds:9.2f} ms[/]")
+        if line.startswith(RESULT):
+            result = json.loads(line.removeprefix(RESULT))
+            durations.setdefault(result["row"], []).append(median(result["durations"]))
+            phases.setdefault(result["row"], []).append(Phases(*result["phases"]))
+            console.print(f"[dim]{rows[result['row']].name:<40} {durations[result['row']][-1]:.3f} s[/]")
+
+    spec = ClusterSpec(nodes, RANKS_PER_NODE, args.nic, args.lo or None)
+    job = {
+        "rows": [row.as_dict() for row in rows],
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "forward_ms": args.forward_ms,
+    }
+    patience = 300 + sum(60 + 6.0 * (args.steps + 3) * row.micro_batches for row in rows) * args.rounds
+    env = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with emulated_cluster(spec) as cluster:
+        command = [sys.executable, "-m", "benchmarks.plan_vs_measured", "--on-rank", json.dumps(job)]
+        cluster.run(command, timeout_s=patience, env=env, on_line=take)
+    entries = tuple(Entry(op, mesh, tuple(sorted(found))) for (op, mesh), found in points.items())
+    profile = Profile("emulated", RANKS_PER_NODE, nodes, entries)
+    model = model_spec()
+    by_m = {
+        row.micro_batches: computation(model, _typical(phases[index]), args.forward_ms)
+        for index, row in enumerate(rows)
+        if row.factors is None
+    }
+    return [
+        Compared(row, median(durations[index]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
+        for index, row in enumerate(rows)
+        if row.factors is not None
+    ]
+
+
+def _typical(phases: list[Phases]) -> Phases:
+    return Phases(*(median(part) for part in zip(*(p.parts for p in phases), strict=True)))
+
+
+def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Table:
+    """Measured beside predicted, with what the planner says computation waits for."""
+    made = Table(title=f"{nodes}x{RANKS_PER_NODE} ranks, {args.nic:g} Mbit/s between nodes, emulated compute")
+    for heading in ("plan", "M", "measured s", "predicted s", "error", "compute", "exposed (predicted)"):
+        made.add_column(heading, justify="left" if heading.startswith(("plan", "exposed")) else "right")
+    for one in compared:
+        exposed = ", ".join(f"{kind} {1e3 * s:.0f} ms" for kind, s in one.predicted.exposed.items() if s > 5e-4)
+        made.add_row(
+            one.row.plan,
+            str(one.row.micro_batches),
+            f"{one.measured:.3f}",
+            f"{one.predicted.seconds:.3f}",
+            f"{100 * one.error:+.1f} %",
+            f"{one.predicted.compute:.3f}",
+            exposed,
+        )
+    return made
+
+
+def order(compared: list[Compared]) -> tuple[int, int]:
+    """Pairs of plans of one M that differ by more than MARGIN as measured: (in the predicted order, all)."""
+    right = total = 0
+    for a, b in combinations(compared, 2):
+        if a.row.micro_batches != b.row.micro_batches:
+            continue
+        if abs(a.measured - b.measured) > MARGIN * min(a.measured, b.measured):
+            total += 1
+            right += (a.measured < b.measured) == (a.predicted.seconds < b.predicted.seconds)
+    return right, total
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The script's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cluster", nargs="+", default=["2x2", "4x2"], help="nodes x 2 ranks")
+    parser.add_argument("--rounds", type=int, default=1, help="how often every plan is measured")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after 2 others")
+    parser.add_argument("--nic", type=float, default=500, help="Mbit/s between nodes")
+    parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
+    parser.add_argument("--forward-ms", type=float, default=40, help="emulated time of a block; twice in backward")
+    parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
+    parser.add_argument("--out", type=Path, help="write measured and predicted seconds to this file, as JSON")
+    parser.add_argument("--on-rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    shapes = [shape.split("x") for shape in args.cluster]
+    if any(len(shape) != 2 or not shape[0].isdigit() or shape[1] != str(RANKS_PER_NODE) for shape in shapes):
+        parser.error(f"--cluster takes <nodes>x{RANKS_PER_NODE}, not {' '.join(args.cluster)}")
+    args.nodes = [int(shape[0]) for shape in shapes]
+    return args
+
+
+def main() -> int:
+    """Measure and print; 2 where there is no cluster."""
+    args = parse_arguments()
+    if args.on_rank:
+        on_rank(json.loads(args.on_rank))
+        return 0
+    load = os.getloadavg()[0]
+    if load > 1:
+        console.print(f"[yellow]load average {load:.1f}: other work runs on this machine, times will be too long[/]")
+    results: dict[int, list[Compared]] = {}
+    try:
+        for nodes in args.nodes:
+            results[nodes] = run(nodes, args)
+    except ClusterUnavailable as error:
+        console.print(f"[red]{error}[/]")
+        return 2
+    everything = [one for compared in results.values() for one in compared]
+    for nodes, compared in results.items():
+        console.print(table(nodes, compared, args))
+        right, total = order(compared)
+        console.print(f"{nodes}x{RANKS_PER_NODE}: {right} of {total} pairs that differ by over 10 % in their order")
+    errors = [abs(one.error) for one in everything]
+    console.print(
+        f"error: median {100 * median(errors):.1f} %, largest {100 * max(errors):.1f} % of {len(errors)} runs"
+    )
+    if args.out:
+        rows = [
+            {"nodes": nodes, **one.row.as_dict(), "measured": one.measured, "predicted": one.predicted.seconds}
+            for nodes, compared in results.items()
+            for one in compared
+        ]
+        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
