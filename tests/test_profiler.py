@@ -242,6 +242,17 @@ def test_one_rank_has_nobody_to_talk_to(environment: dict[str, str], why: str, m
     assert "deepspeed --hostfile" in line
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_impossible_budgets_are_refused(seconds: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.delenv("LOCAL_RANK", raising=False)
+        code, _, err = command(["--seconds", seconds])
+    assert code == 2 and err.startswith("amsp profile: error: --seconds must be above 0, got ")
+
+
 def test_unknown_options_are_refused() -> None:
     code, _, err = command(["--quik"])
     assert code == 2 and "No such option: --quik" in err and "Traceback" not in err
@@ -259,6 +270,7 @@ def test_under_the_launcher(tmp_path: Path) -> None:
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     options = ["--num_gpus", "2", "--master_port", port, "--module", "deepspeed_amsp.profiler", "--out", "p.json"]
+    options += ["--seconds", "0.2"]
     done = subprocess.run(
         ["deepspeed", *options], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
     )
@@ -294,13 +306,16 @@ def test_a_quick_profile_of_an_emulated_cluster_is_that_of_its_links(tmp_path: P
     run: Any = [sys.executable, "-m", "deepspeed_amsp.profiler", "--out", str(path)]
     try:
         with emulated_cluster(spec) as cluster:
-            said = cluster.run(run, timeout_s=120, env={"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"})
+            said = cluster.run(run, timeout_s=300, env={"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"})
     except ClusterUnavailable as error:
         pytest.skip(str(error))
     assert "amsp profile: " in said[0]
     large = [(e.op, e.mesh, p) for e in Profile.load(path).entries if e.mesh.s1 > 1 for p in e.points if p.bytes >= 4e6]
     assert {op for op, _, _ in large} >= set(Op) - {Op.BROADCAST}
+    off = []
     for op, mesh, point in large:
-        expected = theory(op, mesh, point.bytes, spec.nic_bytes_per_s)
-        print(f"{op.value} on {mesh}: {point.bytes} bytes {point.seconds:.3f} s, theory {expected:.3f} s")
-        assert point.seconds == pytest.approx(expected, rel=0.15), (op, mesh)
+        ratio = point.seconds / theory(op, mesh, point.bytes, spec.nic_bytes_per_s)
+        text = f"{op.value} on {mesh}: {point.bytes} bytes {point.seconds:.3f} s +-{point.spread:.3f}, {ratio:.2f} of theory"
+        print(text)
+        off += [text] if abs(ratio - 1) > 0.15 else []
+    assert not off, "\n".join(off)

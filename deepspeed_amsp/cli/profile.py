@@ -7,12 +7,14 @@ torchrun --nproc-per-node 8 -m deepspeed_amsp.profiler --out profile.json       
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import import_module
 from itertools import product
@@ -46,6 +48,10 @@ def profile(
         bool, typer.Option("--quick/--full", help="About a minute and the outermost meshes, or all meshes and sizes.")
     ] = True,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the file has, and measure the rest.")] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="For all messages of one collective on one mesh; a slow network gets smaller ones."),
+    ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(help="Cut a host into several nodes, as topology.gpus_per_node does.")
     ] = None,
@@ -62,8 +68,10 @@ def profile(
             f"it takes several ranks to communicate ({f'{missing[0]} is not set' if missing else 'WORLD_SIZE is 1'}): "
             f"start it on the whole cluster, deepspeed --hostfile ... --module deepspeed_amsp.profiler --out {out}",
         )
+    if seconds is not None and not 0 < seconds < math.inf:
+        fail("profile", f"--seconds must be above 0, got {seconds}")
     try:
-        _profile(out.absolute(), quick, resume, gpus_per_node)
+        _profile(out.absolute(), quick, seconds, resume, gpus_per_node)
     except (Refused, TopologyError) as error:
         fail("profile", str(error))
     except OSError as error:
@@ -72,7 +80,7 @@ def profile(
         fail("profile", f"a collective failed, or another rank did: {str(error).splitlines()[0]}", code=1)
 
 
-def _profile(out: Path, quick: bool, resume: bool, gpus_per_node: int | None) -> None:
+def _profile(out: Path, quick: bool, seconds: float | None, resume: bool, gpus_per_node: int | None) -> None:
     """Raises Refused or TopologyError on all ranks alike."""
     import torch.distributed as dist
 
@@ -88,6 +96,7 @@ def _profile(out: Path, quick: bool, resume: bool, gpus_per_node: int | None) ->
         if isinstance(told, str):
             raise Refused(told)
         effort = (profiler.quick if quick else profiler.full)(data_parallel)
+        effort = effort if seconds is None else replace(effort, seconds=seconds)
         report = _Report(out, cluster, told, effort) if rank == 0 else None
         with nullcontext() if report is None else report.bar():
             profiler.measure(data_parallel, effort, device, told, _ignore if report is None else report.take)
