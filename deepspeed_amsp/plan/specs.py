@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from deepspeed_amsp.plan.factors import ShardFactor
@@ -108,9 +108,49 @@ class ModelSpec:
         """Blocks of the model."""
         return len({unit.layer for unit in self.units if unit.layer is not None})
 
+    def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
+        """What one GPU of a replica has: the layers of the fullest pipeline stage, rows cut evenly.
+
+        That stage is the first, which has the embedding; with one stage, everything. Activations that were measured
+        on a whole layer do not hold for a part of it, so those of a tensor-parallel part are dropped.
+
+        Raises:
+            SpecError: more stages than layers.
+        """
+        if tensor_parallel == pipeline_parallel == 1:
+            return self
+        if pipeline_parallel > max(self.layers, 1):
+            raise SpecError(f"training: pipeline_parallel = {pipeline_parallel} for {self.layers} layers.")
+        here = range(-(-self.layers // pipeline_parallel) if pipeline_parallel > 1 else self.layers)
+        last = max((index for index, unit in enumerate(self.units) if unit.layer is not None), default=0)
+        units = [
+            unit
+            for index, unit in enumerate(self.units)
+            if (unit.layer in here if unit.layer is not None else pipeline_parallel == 1 or index < last)
+        ]
+        return replace(
+            self,
+            units=tuple(_cut(unit, tensor_parallel) for unit in units),
+            activations=self.activations if tensor_parallel == 1 else (),
+        )
+
     def forward_flops(self, sequence: int, micro_batch: int) -> float:
         """FLOPs of a forward pass over micro_batch sequences."""
         return sum(unit.forward_flops(sequence, micro_batch) for unit in self.units)
+
+
+def _cut(unit: UnitSpec, parts: int) -> UnitSpec:
+    """One of ``parts`` of a unit: matrices by rows, vectors whole, as tensor parallelism has norms."""
+    params = tuple(
+        ParamSpec(param.name, (-(-param.shape[0] // parts), *param.shape[1:])) if len(param.shape) > 1 else param
+        for param in unit.params
+    )
+    return replace(
+        unit,
+        params=params,
+        flops_per_token=unit.flops_per_token / parts,
+        attention_width=unit.attention_width // parts,
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +158,8 @@ class ClusterSpec:
     """nodes x gpus_per_node GPUs.
 
     gpu_memory: bytes of one GPU that the job may use. peak_flops: 16-bit FLOP/s of one GPU. efficiency: the part of
-    them that compute reaches when no communication disturbs it, in (0, 1].
+    them that compute reaches when no communication disturbs it, in (0, 1]. memory_bandwidth: bytes/s that an
+    optimizer's update reaches (0.8 of the 2.0 TB/s of an A100).
     """
 
     nodes: int
@@ -126,10 +167,12 @@ class ClusterSpec:
     gpu_memory: float = 80 * GB
     peak_flops: float = 312e12
     efficiency: float = 0.62
+    memory_bandwidth: float = 1.6e12
 
     def __post_init__(self) -> None:
         """Check ranges; memory in MB or GB where bytes are meant is told from its size."""
         _positive("cluster", gpu_memory=self.gpu_memory, peak_flops=self.peak_flops, efficiency=self.efficiency)
+        _positive("cluster", memory_bandwidth=self.memory_bandwidth)
         for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"cluster: {name} must be a whole number of at least 1, not {value!r}.")
@@ -208,6 +251,28 @@ class TrainSpec:
         for name in ("parameter_bytes", "gradient_bytes"):
             if getattr(self, name) not in (2, 4):
                 raise SpecError(f"training: {name} must be 2 or 4, not {getattr(self, name)!r}.")
+
+    @property
+    def model_parallel(self) -> int:
+        """GPUs that hold one replica of the model without data parallelism."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    def data_parallel(self, cluster: ClusterSpec) -> ShardFactor:
+        """(R, N) that is left for data parallelism: tensor parallelism stays in a node, pipeline stages take nodes.
+
+        Raises:
+            SpecError: they do not divide the cluster.
+        """
+        if cluster.gpus_per_node % self.tensor_parallel:
+            raise SpecError(
+                f"training: tensor_parallel = {self.tensor_parallel} must divide the {cluster.gpus_per_node} GPUs of a "
+                f"node."
+            )
+        if cluster.nodes % self.pipeline_parallel:
+            raise SpecError(
+                f"training: pipeline_parallel = {self.pipeline_parallel} must divide the {cluster.nodes} nodes."
+            )
+        return ShardFactor(cluster.gpus_per_node // self.tensor_parallel, cluster.nodes // self.pipeline_parallel)
 
 
 def micro_batches(global_batch_tokens: int, sequence: int, micro_batch: int, replicas: int) -> int:
