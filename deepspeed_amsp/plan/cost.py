@@ -99,14 +99,16 @@ def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profi
             messages[term, message] += times
 
     gathers = 1 if plan.keep_after_forward == "all" else 2
-    for unit in model.units:
-        add("T_p", routes.gather(wire * unit.numel), gathers * m)
-        if unit.trainable_numel:
-            add("T_p", routes.param_reduce(wire * unit.numel), m)
-    for _, elements in bucket_runs(model, s.s_p, (plan.bucket_bytes or BUCKET_BYTES) / wire):
-        add("T_g", routes.partial(wire * elements), m - 1)
-        add("T_os^0", routes.final(wire * elements), 1)
-        add("T_os^1", routes.publish(wire * elements), 1)
+    # Units and buckets of one size send the same: they are counted, not gone through one by one.
+    for (size, trained), units in Counter((unit.numel, unit.trainable_numel > 0) for unit in model.units).items():
+        add("T_p", routes.gather(wire * size), gathers * m * units)
+        if trained:
+            add("T_p", routes.param_reduce(wire * size), m * units)
+    runs = bucket_runs(model, s.s_p, (plan.bucket_bytes or BUCKET_BYTES) / wire)
+    for elements, buckets in Counter(elements for _, elements in runs).items():
+        add("T_g", routes.partial(wire * elements), (m - 1) * buckets)
+        add("T_os^0", routes.final(wire * elements), buckets)
+        add("T_os^1", routes.publish(wire * elements), buckets)
     lines = [
         Line(term, message, times * message.count, times * message.count * profile.time(*message[:3]))
         for (term, message), times in messages.items()

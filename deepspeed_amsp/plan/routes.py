@@ -136,14 +136,19 @@ def bucket_runs(model: ModelSpec, s_p: int, bucket_elements: float) -> list[tupl
     their padding.
     """
     runs: list[tuple[list[int], float]] = []
+    members: list[int] = []
+    size = 0.0
     for index, unit in enumerate(model.units):
         elements = unit.trainable_numel / s_p
         if not elements:
             continue
-        if not runs or runs[-1][1] + elements > bucket_elements:
-            runs.append(([], 0.0))
-        members, size = runs[-1]
-        runs[-1] = ([*members, index], size + elements)
+        if members and size + elements > bucket_elements:
+            runs.append((members, size))
+            members, size = [], 0.0
+        members.append(index)
+        size += elements
+    if members:
+        runs.append((members, size))
     return runs
 
 

@@ -240,9 +240,8 @@ class _Run:
                 if ahead:
                     under_way, coming = 0.0, unit + 1
                     while coming < count and under_way < budget:
-                        if coming not in self.gathered:
-                            self.gather(coming)
-                            under_way += sizes[coming]
+                        self.gather(coming)
+                        under_way += sizes[coming]  # also of those that an earlier unit had issued
                         coming += 1
                 self.wait(self.gathered.pop(unit), "gather")
             elif first:
@@ -261,6 +260,8 @@ class _Run:
         """Units in reverse, recomputed layers as a whole; ``routes`` of the buckets that are reduced now."""
         pending = [len(members) for members in self.sends.members]
         arrived = [0.0] * len(pending)
+        recomputed, layers = self.times.recomputed, self.sends.layers
+        again = {layer for layer, units in layers.items() if any(recomputed[member] for member in units)}
         unit = len(self.sends.gather) - 1
         while unit >= 0:
             layer = self.sends.layer_of[unit]
