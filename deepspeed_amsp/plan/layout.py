@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heapreplace
 
 ALIGNMENT = 8
 """Elements to which parameters start inside a flat unit: 16 bytes in 16-bit, what vector loads want."""
@@ -293,10 +294,13 @@ def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[P
 def _assign(pieces: Sequence[Piece], loads: list[int]) -> list[int]:
     """Owner of each piece; adds to ``loads``."""
     owners = [0] * len(pieces)
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapify(least)
     for index in sorted(range(len(pieces)), key=lambda i: (-pieces[i].numel, i)):
-        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        load, owner = least[0]
         owners[index] = owner
-        loads[owner] += pieces[index].numel
+        loads[owner] = load + pieces[index].numel
+        heapreplace(least, (loads[owner], owner))
     return owners
 
 

@@ -25,7 +25,7 @@ class Message(NamedTuple):
     op: Op
     size: float
     mesh: ShardFactor
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 Stages = list[Message]

@@ -62,8 +62,8 @@ def space(data_parallel: ShardFactor, gradients: Literal["any", "paper"] = "pape
     # A factor that breaks Eq. 7 makes every triple illegal that it is part of.
     alone["whole nodes"] = len(factors) ** 3 - len(legal) ** 3 if illegal else 0
     ordered = 0
-    for triple in product(legal, repeat=3):
-        broken = violation(Candidate(*triple, data_parallel))
+    for p, g, os in product(legal, repeat=3):
+        broken = violation(Candidate(p, g, os, data_parallel))
         if broken is None:
             ordered += 1
         else:

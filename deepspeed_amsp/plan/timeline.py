@@ -266,8 +266,8 @@ class _Run:
         while unit >= 0:
             layer = self.sends.layer_of[unit]
             run = range(unit, unit + 1)
-            if layer is not None and any(self.times.recomputed[member] for member in self.sends.layers[layer]):
-                run = self.sends.layers[layer]
+            if layer is not None and layer in again:
+                run = layers[layer]
                 self.recompute(run)
             else:
                 self.gather_backward(unit)
