@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from deepspeed_amsp.cli.options import LOCAL_RANK
+from deepspeed_amsp.cli.plan import OneLine, plan
 from deepspeed_amsp.cli.profile import profile
 from deepspeed_amsp.cli.trace import CONTEXT, trace
 
@@ -21,6 +22,7 @@ def amsp(ctx: typer.Context, local_rank: Annotated[int | None, LOCAL_RANK] = Non
 
 app.command(context_settings=CONTEXT)(trace)
 app.command()(profile)
+app.command(cls=OneLine)(plan)
 
 
 def main() -> None:

@@ -1,0 +1,150 @@
+"""What ``amsp plan`` reads besides its options: a ds_config and a hostfile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed_amsp.config import AmspBlock, ConfigError, load_config_file, read_block
+from deepspeed_amsp.config_preflight import lookup
+from deepspeed_amsp.plan.resolve import Overlap
+from deepspeed_amsp.plan.solver import Modes
+
+OPTIMIZER_NAMES = {
+    "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "lion": "lion", "fusedlion": "lion",
+    "adafactor": "adafactor", "muon": "muon", "sgd": "sgd", "adam8bit": "adam8bit", "adamw8bit": "adam8bit",
+}  # fmt: skip
+"""DeepSpeed's types, in lower case -> ours."""
+
+DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+class InputError(ValueError):
+    """A file that cannot be used; one line that names it."""
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """What a ds_config says: arguments of `plan`, modes, and the block itself.
+
+    values: only what it does say. batch: sequences of a step on all GPUs, if it says so.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    modes: Modes = field(default_factory=Modes)
+    block: AmspBlock | None = None
+    sequences: int | None = None
+    accumulation: int | None = None
+
+
+def read_existing(path: Path) -> dict[str, Any]:
+    """A ds_config from a file.
+
+    Raises:
+        InputError: it cannot be read, or is no JSON object.
+        ConfigError: a key stands in it twice.
+    """
+    try:
+        config = load_config_file(path)
+    except FileNotFoundError as error:
+        raise InputError(str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{path}: is no JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(config, Mapping):
+        raise InputError(f"{path}: must hold a JSON object, not {type(config).__name__}")
+    return dict(config)
+
+
+def from_config(path: Path) -> FromConfig:
+    """What matters to a plan.
+
+    Raises:
+        InputError: it cannot be read, or its optimizer is not known.
+        ConfigError: its amsp block is wrong.
+    """
+    config = read_existing(path)
+    block = read_block(config)
+    values: dict[str, Any] = {}
+    micro_batch = _count(config.get("train_micro_batch_size_per_gpu"))
+    if micro_batch is not None:
+        values["micro_batch"] = micro_batch
+    kind = lookup(config, "optimizer.type")
+    if isinstance(kind, str) and kind != "auto":
+        if kind.lower() not in OPTIMIZER_NAMES:
+            raise InputError(f"{path}: optimizer {kind!r} is not known to the planner; say --optimizer")
+        values["optimizer"] = OPTIMIZER_NAMES[kind.lower()]
+    dtype = lookup(config, "data_types.grad_accum_dtype")
+    if dtype in DTYPES:
+        values["grad_dtype"] = DTYPES[dtype]
+    clip = config.get("gradient_clipping")
+    if isinstance(clip, (int, float)):
+        values["gradient_clipping"] = clip > 0
+    if block is not None:
+        values |= {"profile": block.profile} if block.profile else {}
+        values |= {"gpu_memory": block.memory_limit_gb} if block.memory_limit_gb else {}
+        gpus = block.topology.gpus_per_node
+        values |= {"gpus_per_node": gpus} if gpus else {}
+    return FromConfig(
+        values,
+        _modes(block, lookup(config, "zero_optimization.reduce_bucket_size")),
+        block,
+        _count(config.get("train_batch_size")),
+        _count(config.get("gradient_accumulation_steps")),
+    )
+
+
+def _count(value: Any) -> int | None:
+    """A whole number of at least 1; "auto" and what is absent say nothing."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _modes(block: AmspBlock | None, bucket_elements: Any) -> Modes:
+    """Buffers and overlap as the config has them; ways to reduce and publish are the planner's to choose."""
+    sizes: dict[str, Any] = {}
+    if block is not None and block.bucket_bytes is not None:
+        sizes["bucket_bytes"] = block.bucket_bytes
+    elif _count(bucket_elements) is not None:
+        sizes["bucket_bytes"] = 2 * bucket_elements
+    if block is not None:
+        sizes["prefetch_bytes"] = block.prefetch_bytes
+        sizes["overlap"] = Overlap(**block.overlap.model_dump())
+    return Modes(**sizes)
+
+
+def read_hostfile(path: Path) -> tuple[int, int]:
+    """(nodes, GPUs of each) of a DeepSpeed hostfile: lines of ``host slots=8``, # for comments.
+
+    Raises:
+        InputError: it cannot be read, names the line that is wrong, or hosts have different numbers of slots.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"hostfile {path}: cannot be read: {error}") from error
+    slots: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host, *rest = words
+        count = rest[0].removeprefix("slots=") if len(rest) == 1 and rest[0].startswith("slots=") else ""
+        if not count.isdigit() or int(count) < 1:
+            raise InputError(f"hostfile {path}, line {number}: {line.strip()!r} is not of the form 'host slots=8'")
+        if host in slots:
+            raise InputError(f"hostfile {path}, line {number}: {host} stands there twice")
+        slots[host] = int(count)
+    if not slots:
+        raise InputError(f"hostfile {path}: names no host")
+    if len(set(slots.values())) > 1:
+        few, many = min(slots, key=slots.__getitem__), max(slots, key=slots.__getitem__)
+        raise InputError(
+            f"hostfile {path}: every node needs as many GPUs as the others, but {few} has {slots[few]} and {many} "
+            f"{slots[many]}"
+        )
+    return len(slots), next(iter(slots.values()))

@@ -1,0 +1,65 @@
+"""A plan as part of a ds_config: the keys that make the engine do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.plan.specs import TrainSpec
+
+
+def amsp_block(plan: Plan) -> dict[str, Any]:
+    """The "amsp" object; switches of overlap only where one is off."""
+    block: dict[str, Any] = {
+        "sharding": plan.sharding.as_dict(),
+        "reduce": plan.reduce.value,
+        "publish": plan.publish.value,
+        "hierarchical": plan.hierarchical,
+        "prefetch_bytes": plan.prefetch_bytes,
+    }
+    if plan.bucket_bytes is not None:
+        block["bucket_bytes"] = plan.bucket_bytes
+    switches = {switch.name: getattr(plan.overlap, switch.name) for switch in fields(plan.overlap)}
+    if not all(switches.values()):
+        block["overlap"] = switches
+    block["topology"] = {"gpus_per_node": plan.sharding.data_parallel.s0}
+    return block
+
+
+def ds_config(plan: Plan, train: TrainSpec) -> dict[str, Any]:
+    """Block, stage and batch: what belongs to a plan in a ds_config."""
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+        "gradient_accumulation_steps": train.micro_batches,
+        "zero_optimization": {"stage": plan.sharding.stage},
+        "amsp": amsp_block(plan),
+    }
+
+
+def new_config(plan: Plan, train: TrainSpec) -> dict[str, Any]:
+    """A ds_config to start from. The optimizer is the script's to give, or yours to add."""
+    precision = {"bf16": {"enabled": True}}
+    clipping = {"gradient_clipping": 1.0 if train.gradient_clipping else 0.0}
+    accumulation = {"data_types": {"grad_accum_dtype": "fp32"}} if train.gradient_bytes == 4 else {}
+    return {**precision, **clipping, **accumulation, **ds_config(plan, train)}
+
+
+def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[str, Any]:
+    """An existing ds_config with this plan in it; every key that the plan says nothing about stays as it is.
+
+    train_batch_size follows the other two where it is written.
+    """
+    result = dict(existing)
+    ours = ds_config(plan, train)
+    zero, block = existing.get("zero_optimization"), existing.get("amsp")
+    ours["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), **ours["zero_optimization"]}
+    kept = dict(block) if isinstance(block, Mapping) else {}
+    topology = kept.get("topology")
+    ours["amsp"]["topology"] = {**(topology if isinstance(topology, Mapping) else {}), **ours["amsp"]["topology"]}
+    ours["amsp"] = {**kept, **ours["amsp"]}
+    result.update(ours)
+    if "train_batch_size" in result:
+        result["train_batch_size"] = train.micro_batch * train.micro_batches * plan.sharding.s_dp
+    return result
