@@ -83,6 +83,36 @@ class Geometry:
         """By owner: elements of its gradients, padding included."""
         return tuple(sum(bucket.sections[owner][1] for bucket in self.buckets) for owner in range(self.owners))
 
+    @cached_property
+    def filled(self) -> tuple[int, ...]:
+        """Of every bucket, without padding."""
+        return tuple(sum(slot.piece.numel for slot in bucket.slots) for bucket in self.buckets)
+
+    @cached_property
+    def updates_forward(self) -> tuple[int, ...]:
+        """By bucket: by how many elements its slowest owner's work grows when buckets are updated in forward order.
+
+        Owners work side by side, so a bucket is updated when all of its owners have done their parts of it and of
+        the buckets before. The sum is the load of the busiest owner.
+        """
+        return self._updates(range(len(self.buckets)))
+
+    @cached_property
+    def updates_backward(self) -> tuple[int, ...]:
+        """The same when the last bucket is updated first, as gradients arrive."""
+        return self._updates(range(len(self.buckets) - 1, -1, -1))
+
+    def _updates(self, order: range) -> tuple[int, ...]:
+        done = [0] * self.owners
+        more, until = [0] * len(self.buckets), 0
+        for index in order:
+            latest = until
+            for slot in self.buckets[index].slots:
+                done[slot.owner] += slot.piece.numel
+                latest = max(latest, done[slot.owner])
+            more[index], until = latest - until, latest
+        return tuple(more)
+
     @property
     def owners(self) -> int:
         """Ranks of the ``optim`` axis."""

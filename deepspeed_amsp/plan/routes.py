@@ -139,19 +139,14 @@ class Bucket(NamedTuple):
     units: tuple[int, ...]
     reduced: float
     published: float
-    owned: float  # elements of the fullest owner
 
 
 def buckets(model: ModelSpec, plan: Plan, train: TrainSpec) -> list[Bucket]:
     """Of a plan, in forward order, as the engine makes them."""
     wire, places = train.parameter_bytes, geometry(model, plan, train)
     padded = plan.publish is PublishMode.ALL_GATHER
-    made = []
-    for bucket in places.buckets:
-        owned = [bucket.owned_numel(owner) for owner in range(places.owners)]
-        published = bucket.numel if padded else sum(owned)
-        made.append(Bucket(bucket.units, wire * bucket.numel, wire * published, max(owned)))
-    return made
+    sizes = zip(places.buckets, places.sizes, places.filled, strict=True)
+    return [Bucket(bucket.units, wire * size, wire * (size if padded else filled)) for bucket, size, filled in sizes]
 
 
 def distinct(sharding: Sharding, plans: Sequence[Plan]) -> list[Plan]:

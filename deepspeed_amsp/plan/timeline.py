@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+from deepspeed_amsp.plan.owners import geometry
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.routes import Routes, Stages, buckets
@@ -103,8 +104,8 @@ def step_time(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, 
 class _Sends:
     """Durations of everything a plan sends, and the sizes that decide when.
 
-    members: by bucket, how many units. recomputed: by unit, the run of units of its layer if that is recomputed, else
-    an empty one.
+    members: by bucket, how many units. updates: by bucket, elements (see `owners.Geometry`). recomputed: by unit, the
+    run of units of its layer if that is recomputed, else an empty one.
     """
 
     gather: list[Timed]
@@ -114,7 +115,7 @@ class _Sends:
     partial: list[Timed]
     final: list[Timed]
     publish: list[Timed]
-    owned: list[float]
+    updates: tuple[int, ...]
     scalars: Timed
     recomputed: list[range]
     bucket_of: list[int | None]
@@ -138,7 +139,7 @@ def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> 
     def unit(size: float) -> tuple[Timed, Timed]:
         return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
 
-    made = buckets(model, plan, train)
+    made, places = buckets(model, plan, train), geometry(model, plan, train)
     sizes = [wire * float(member.numel) for member in model.units]
     bucket_of: list[int | None] = [None] * len(model.units)
     for index, bucket in enumerate(made):
@@ -153,7 +154,7 @@ def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> 
         partial=[_timed(routes.partial(bucket.reduced), profile) for bucket in made],
         final=[_timed(routes.final(bucket.reduced), profile) for bucket in made],
         publish=[_timed(routes.publish(bucket.published), profile) for bucket in made],
-        owned=[bucket.owned for bucket in made],
+        updates=places.updates_forward if train.gradient_clipping else places.updates_backward,
         scalars=_timed(routes.scalars(), profile),
         recomputed=[
             layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
@@ -226,8 +227,8 @@ class _Run:
                 self.update(index)
 
     def update(self, index: int) -> None:
-        """The busiest owner's part of a bucket."""
-        seconds = self.times.update * self.sends.owned[index]
+        """Until the slowest owner of a bucket has done its part."""
+        seconds = self.times.update * self.sends.updates[index]
         self.now += seconds
         self.updating += seconds
 

@@ -175,3 +175,13 @@ def test_a_faster_link_never_makes_a_step_longer(
     slow = step_time(LAYERED, made, train, PROFILE, work).seconds
     fast = step_time(LAYERED, made, train, PROFILE.scaled(inter=inter, intra=intra), work).seconds
     assert fast <= slow * (1 + 1e-9)
+
+
+def test_owners_update_side_by_side() -> None:
+    """Four equal tensors in four buckets of one each, over 4 owners: every owner has one, and all work at once."""
+    model = matrices(1, 1, 1, 1)
+    made = plan(ONE, ONE, (4, 1), dp=(4, 1))
+    found = step_time(model, made, TrainSpec(), priced(), times(50, 50, 50, 50, update=2.0))
+    assert found.update == 2.0 * 8
+    two = step_time(model, plan(ONE, ONE, NODE), TrainSpec(), priced(), times(50, 50, 50, 50, update=2.0))
+    assert two.update == 2.0 * 16
