@@ -20,7 +20,7 @@ from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.partition.working import working_buckets
-from deepspeed_amsp.plan.layout import PADDING_LIMIT, LayoutError, OwnerGrid
+from deepspeed_amsp.plan.layout import GATHERED_PADDING_LIMIT, PADDING_LIMIT, LayoutError, OwnerGrid
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
 from deepspeed_amsp.schedule.agreement import Agreement
 from deepspeed_amsp.schedule.gather import Gatherer
@@ -82,9 +82,7 @@ class AMSPOptimizer(OptimizerSurface):
             OwnerGrid(tuple(group.size for group in mesh.stages)),
             settings.bucket_numel,
             whole_tensors=not cuts_allowed(basic, mesh.sizes.param > 1, settings.allow_untested),
-            uniform=plan.publish is PublishMode.ALL_GATHER,
-            # gloo sends sections of any length in one call.
-            padding_limit=1.0 if waits_on_host(self.device) else PADDING_LIMIT,
+            padding_limit=_padding_limit(plan, self.device),
         )
         owner = mesh.owner
         self.states = OwnedStates(
@@ -94,7 +92,7 @@ class AMSPOptimizer(OptimizerSurface):
             BucketGradients(layout, owner, settings.accumulation_dtype or dtype, dtype, engine.device)
             for layout, dtype in ((layout, self._by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
-        self.working = working_buckets(self.layouts, self._by_index, padded=plan.publish is PublishMode.ALL_GATHER)
+        self.working = working_buckets(self.layouts, self._by_index, gathered=plan.publish is PublishMode.ALL_GATHER)
         self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device)
         self._agreement = Agreement(
             list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device
@@ -419,3 +417,9 @@ class AMSPOptimizer(OptimizerSurface):
         self.publisher.close()
         self._hooks.remove()
         self.access.detach()
+
+
+def _padding_limit(plan: Plan, device: torch.device) -> float:
+    """How much longer padding may make a bucket; gloo reduces to sections of any length in one call."""
+    limit = 1.0 if waits_on_host(device) else PADDING_LIMIT
+    return GATHERED_PADDING_LIMIT if plan.publish is PublishMode.ALL_GATHER else limit

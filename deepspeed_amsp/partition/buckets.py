@@ -25,10 +25,9 @@ def bucket_layouts(
     bucket_numel: int,
     *,
     whole_tensors: bool,
-    uniform: bool,
     padding_limit: float,
 ) -> list[BucketLayout]:
-    """Buckets in forward order, numbered through; the last four arguments are those of `build_buckets`.
+    """Buckets in forward order, numbered through; the last three arguments are those of `build_buckets`.
 
     Args:
         units: in forward order.
@@ -46,7 +45,6 @@ def bucket_layouts(
             owners,
             bucket_numel,
             whole_tensors=whole_tensors,
-            uniform=uniform,
             padding_limit=padding_limit,
         )
     return renumber(layouts)

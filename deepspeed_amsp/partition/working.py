@@ -149,12 +149,12 @@ class BucketBuffer:
             view.copy_(buffer[slot.offset : slot.offset + slot.piece.numel])
 
 
-def working_buckets(layouts: Sequence[BucketLayout], units: Mapping[int, Unit], padded: bool) -> list[WorkingBucket]:
-    """The working memory of every bucket; ``padded`` for the AllGather of the publish mode."""
+def working_buckets(layouts: Sequence[BucketLayout], units: Mapping[int, Unit], gathered: bool) -> list[WorkingBucket]:
+    """The working memory of every bucket; ``gathered``: what has sections of one length is published by AllGather."""
     return [
-        BucketInPlace(layout, units)
-        if not padded and all(isinstance(units[unit], ReplicatedUnit) for unit in layout.units)
-        else BucketBuffer(layout, units)
+        BucketBuffer(layout, units)
+        if (gathered and layout.uniform) or not all(isinstance(units[unit], ReplicatedUnit) for unit in layout.units)
+        else BucketInPlace(layout, units)
         for layout in layouts
     ]
 

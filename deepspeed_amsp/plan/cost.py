@@ -106,7 +106,7 @@ def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profi
     for bucket in buckets(model, plan, train):
         add("T_g", routes.partial(bucket.reduced), m - 1)
         add("T_os^0", routes.final(bucket.reduced), 1)
-        add("T_os^1", routes.publish(bucket.published), 1)
+        add("T_os^1", routes.publish(bucket.published, bucket.gathered), 1)
     lines = [
         Line(term, message, times * message.copies, times * message.copies * profile.time(*message[:3]))
         for (term, message), times in messages.items()

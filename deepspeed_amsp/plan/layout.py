@@ -16,12 +16,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 ALIGNMENT = 8
 """Elements to which parameters start inside a flat unit: 16 bytes in 16-bit, what vector loads want."""
 
 PADDING_LIMIT = 1.25
 """On accelerators sections are padded to equal size (one ReduceScatter) while that costs at most this factor."""
+
+GATHERED_PADDING_LIMIT = 2.0
+"""The same where a bucket is published by one AllGather. Beyond it Broadcasts of what owners have are faster."""
 
 
 class LayoutError(ValueError):
@@ -241,18 +245,30 @@ def build_buckets(
     bucket_numel: int,
     *,
     whole_tensors: bool = False,
-    uniform: bool = False,
     padding_limit: float = PADDING_LIMIT,
 ) -> list[BucketLayout]:
-    """Cut pieces into buckets in forward order and give each piece an owner.
+    """Cut pieces into buckets in forward order and give each piece an owner: `assign` and `place`."""
+    assigned = assign(groups, owners.size, bucket_numel, whole_tensors=whole_tensors)
+    return place(assigned, owners, padding_limit)
+
+
+class Assigned(NamedTuple):
+    """What is in a bucket, and the owner of each piece."""
+
+    pieces: Sequence[Piece]
+    owners: Sequence[int]
+
+
+def assign(
+    groups: Sequence[Sequence[Piece]], owners: int, bucket_numel: int, *, whole_tensors: bool = False
+) -> list[Assigned]:
+    """Which pieces make up each bucket, in forward order, and who owns them.
 
     Args:
         groups: pieces by unit, units in forward order, all of one dtype.
-        owners: the ``optim`` axis.
+        owners: how many ranks the ``optim`` axis has.
         bucket_numel: elements after which a bucket is closed; a larger unit has a bucket of its own.
         whole_tensors: never cut a tensor, because its optimizer needs it whole.
-        uniform: pad sections to one length always (the ``all_gather`` publish mode needs it).
-        padding_limit: pad them also while that makes the bucket at most this factor larger.
 
     Owners are chosen largest piece first for the least loaded rank, with loads that persist over buckets;
     ties go to the lower rank. Buckets with the largest pieces choose first, whatever their place, so that the
@@ -261,19 +277,24 @@ def build_buckets(
     section 1).
     """
     total = sum(piece.numel for group in groups for piece in group)
-    share = max(total // owners.size, 1)
+    share = max(total // owners, 1)
     runs = []
     for run in _runs(groups, bucket_numel):
         pieces = [piece for group in run for piece in group]
-        if not whole_tensors and owners.size > 1:
+        if not whole_tensors and owners > 1:
             pieces = [block for piece in pieces for block in (piece.cut(share) if piece.numel > share else [piece])]
         runs.append(pieces)
-    loads = [0] * owners.size
+    loads = [0] * owners
     assigned: dict[int, list[int]] = {}
     for index in sorted(range(len(runs)), key=lambda i: (-max(piece.numel for piece in runs[i]), i)):
         assigned[index] = _assign(runs[index], loads)
-    limit = math.inf if uniform else padding_limit
-    return [_place(index, pieces, assigned[index], owners, limit) for index, pieces in enumerate(runs)]
+    return [Assigned(pieces, assigned[index]) for index, pieces in enumerate(runs)]
+
+
+def place(assigned: Sequence[Assigned], owners: OwnerGrid, padding_limit: float) -> list[BucketLayout]:
+    """Where everything lies: owners' sections are padded to one length while that makes a bucket at most
+    ``padding_limit`` times as long."""
+    return [_place(index, *run, owners, padding_limit) for index, run in enumerate(assigned)]
 
 
 def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:

@@ -6,17 +6,20 @@ the ``param`` axis, whose shards are full; those of the others may end in paddin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from deepspeed_amsp.plan.factors import Sharding
 from deepspeed_amsp.plan.layout import (
+    GATHERED_PADDING_LIMIT,
     BucketLayout,
     OwnerGrid,
     Piece,
     UnitLayout,
-    build_buckets,
+    assign,
+    place,
     shard_pieces,
 )
 from deepspeed_amsp.plan.resolve import Plan, PublishMode
@@ -123,30 +126,34 @@ def geometry(model: ModelSpec, plan: Plan, train: TrainSpec) -> Geometry:
     """The geometry of ``model``, made once for all plans that share it."""
     bucket = BUCKET_NUMEL if plan.bucket_bytes is None else max(plan.bucket_bytes // train.parameter_bytes, 1)
     s_p, owners = plan.sharding.s_p, plan.sharding.s_os // plan.sharding.s_p
-    uniform = plan.publish is PublishMode.ALL_GATHER
-    key = (s_p, owners, bucket, train.optimizer.whole_tensors and s_p == 1, uniform, train.padding_limit)
-    # Kept with the model, like a cached_property: hashing a model of many units takes longer than a look-up may.
-    known: dict[tuple[int, int, int, bool, bool, float], Geometry] = vars(model).setdefault("_geometries", {})
+    whole = train.optimizer.whole_tensors and s_p == 1
+    limit = GATHERED_PADDING_LIMIT if plan.publish is PublishMode.ALL_GATHER else train.padding_limit
+    if owners == 1:
+        limit = 1.0  # nothing to pad: one geometry for all
+    key = (s_p, owners, bucket, whole, limit)
+    return _known(model, "_geometries", key, lambda: _make(model, *key))
+
+
+Made = TypeVar("Made")
+
+
+def _known(model: ModelSpec, what: str, key: tuple[float, ...], make: Callable[[], Made]) -> Made:
+    """Kept with the model, like a cached_property: hashing a model of many units takes longer than a look-up may."""
+    known: dict[tuple[float, ...], Made] = vars(model).setdefault(what, {})
     if key not in known:
-        known[key] = _make(model, *key)
+        known[key] = make()
     return known[key]
 
 
-def _make(
-    model: ModelSpec, s_p: int, owners: int, bucket_numel: int, whole: bool, uniform: bool, padding_limit: float
-) -> Geometry:
-    layouts = [UnitLayout(unit.name, unit.params, s_p) for unit in model.units]
-    groups: list[Sequence[Piece]] = []
-    for index, (unit, layout) in enumerate(zip(model.units, layouts, strict=True)):
-        groups.append([piece for piece in shard_pieces(layout, index, 0) if piece.param.name not in unit.frozen])
-    buckets = build_buckets(
-        groups,
-        OwnerGrid((owners,)),
-        bucket_numel,
-        whole_tensors=whole,
-        uniform=uniform,
-        padding_limit=padding_limit,
+def _make(model: ModelSpec, s_p: int, owners: int, bucket_numel: int, whole: bool, padding_limit: float) -> Geometry:
+    layouts, groups = _known(model, "_pieces", (s_p,), lambda: _pieces(model, s_p))
+    assigned = _known(
+        model,
+        "_assigned",
+        (s_p, owners, bucket_numel, whole),
+        lambda: assign(groups, owners, bucket_numel, whole_tensors=whole),
     )
+    buckets = place(assigned, OwnerGrid((owners,)), padding_limit)
     bucket_of: list[int | None] = [None] * len(layouts)
     for bucket in buckets:
         for index in bucket.units:
@@ -157,6 +164,16 @@ def _make(
         tuple(bucket_of),
         tuple(buckets),
     )
+
+
+def _pieces(model: ModelSpec, s_p: int) -> tuple[list[UnitLayout], list[list[Piece]]]:
+    """By unit: its layout, and what a full shard has of its trained parameters."""
+    layouts = [UnitLayout(unit.name, unit.params, s_p) for unit in model.units]
+    groups = [
+        [piece for piece in shard_pieces(layout, index, 0) if piece.param.name not in unit.frozen]
+        for index, (unit, layout) in enumerate(zip(model.units, layouts, strict=True))
+    ]
+    return layouts, groups
 
 
 def held(bucket: BucketLayout, stages: Stages, owner: int, depth: int) -> int:

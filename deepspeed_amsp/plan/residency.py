@@ -92,8 +92,11 @@ class Residency:
     @cached_property
     def published(self) -> list[int]:
         """By bucket: the buffer that it is published from; 0 where parameters are sent as they lie."""
-        in_place = self.plan.sharding.s_p == 1 and self.plan.publish is PublishMode.BROADCAST
-        return [0 if in_place else self.train.parameter_bytes * size for size in self.geometry.sizes]
+        whole, gathers = self.plan.sharding.s_p == 1, self.plan.publish is PublishMode.ALL_GATHER
+        return [
+            0 if whole and not (gathers and bucket.uniform) else self.train.parameter_bytes * bucket.numel
+            for bucket in self.geometry.buckets
+        ]
 
     def peaks(self) -> Peaks:
         """The fullest moments of a step that is not the first."""

@@ -81,13 +81,16 @@ class Routes:
             *self._all_reduce(kept / s.optim_outer, over(s.data_parallel, s.optimizer_states)),
         ]
 
-    def publish(self, size: float) -> Stages:
-        """A bucket's updated parameters over ``optim``; nothing where s_os = s_p."""
+    def publish(self, size: float, gathered: bool = True) -> Stages:
+        """A bucket's updated parameters over ``optim``; nothing where s_os = s_p.
+
+        gathered: its sections are of one length, so that it can be published by AllGather if the plan says so.
+        """
         s = self._sharding
         optim = over(s.optimizer_states, s.parameters)
         node, cross = _parts(optim)
         staged = self.plan.hierarchical and node.size > 1 and cross.size > 1
-        if self.plan.publish is PublishMode.ALL_GATHER:
+        if self.plan.publish is PublishMode.ALL_GATHER and gathered:
             if staged:
                 stages = [Message(Op.ALL_GATHER, size / node.size, cross), Message(Op.ALL_GATHER, size, node)]
             else:
@@ -133,20 +136,24 @@ def _sent(stages: Stages) -> Stages:
 class Bucket(NamedTuple):
     """Units whose gradients and updates travel together, and bytes of a rank's part of them.
 
-    reduced counts the padding of owners' sections, which is sent; published does where one AllGather publishes.
+    reduced counts the padding of owners' sections, which is sent; published does where it is ``gathered``.
     """
 
     units: tuple[int, ...]
     reduced: float
     published: float
+    gathered: bool
 
 
 def buckets(model: ModelSpec, plan: Plan, train: TrainSpec) -> list[Bucket]:
     """Of a plan, in forward order, as the engine makes them."""
     wire, places = train.parameter_bytes, geometry(model, plan, train)
-    padded = plan.publish is PublishMode.ALL_GATHER
-    sizes = zip(places.buckets, places.sizes, places.filled, strict=True)
-    return [Bucket(bucket.units, wire * size, wire * (size if padded else filled)) for bucket, size, filled in sizes]
+    gathers = plan.publish is PublishMode.ALL_GATHER
+    made = []
+    for bucket, size, filled in zip(places.buckets, places.sizes, places.filled, strict=True):
+        gathered = gathers and bucket.uniform
+        made.append(Bucket(bucket.units, wire * size, wire * (size if gathered else filled), gathered))
+    return made
 
 
 def distinct(sharding: Sharding, plans: Sequence[Plan]) -> list[Plan]:

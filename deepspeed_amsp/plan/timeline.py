@@ -139,6 +139,14 @@ def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> 
     def unit(size: float) -> tuple[Timed, Timed]:
         return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
 
+    @cache
+    def reduced(size: float) -> tuple[Timed, Timed]:
+        return _timed(routes.partial(size), profile), _timed(routes.final(size), profile)
+
+    @cache
+    def published(size: float, gathered: bool) -> Timed:
+        return _timed(routes.publish(size, gathered), profile)
+
     made, places = buckets(model, plan, train), geometry(model, plan, train)
     sizes = [wire * float(member.numel) for member in model.units]
     bucket_of: list[int | None] = [None] * len(model.units)
@@ -151,9 +159,9 @@ def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> 
         gathered_bytes=sizes,
         param_reduce=[unit(size)[1] if u.trainable_numel else [] for size, u in zip(sizes, model.units, strict=True)],
         members=[len(bucket.units) for bucket in made],
-        partial=[_timed(routes.partial(bucket.reduced), profile) for bucket in made],
-        final=[_timed(routes.final(bucket.reduced), profile) for bucket in made],
-        publish=[_timed(routes.publish(bucket.published), profile) for bucket in made],
+        partial=[reduced(bucket.reduced)[0] for bucket in made],
+        final=[reduced(bucket.reduced)[1] for bucket in made],
+        publish=[published(bucket.published, bucket.gathered) for bucket in made],
         updates=places.updates_forward if train.gradient_clipping else places.updates_backward,
         scalars=_timed(routes.scalars(), profile),
         recomputed=[

@@ -36,11 +36,10 @@ class Publisher:
         self._buckets = buckets
         self._comm = comm
         self._span = span
-        routes: dict[PublishMode, Callable[[WorkingBucket], Stages]] = {
-            PublishMode.BROADCAST: self._broadcast if span.node is None else self._broadcast_in_stages,
-            PublishMode.ALL_GATHER: self._all_gather if span.node is None else self._all_gather_in_stages,
-        }
-        self._route = routes[mode]
+        self._gathers = mode is PublishMode.ALL_GATHER
+        staged = span.node is not None
+        self._sent: Callable[[WorkingBucket], Stages] = self._broadcast_in_stages if staged else self._broadcast
+        self._gathered: Callable[[WorkingBucket], Stages] = self._all_gather_in_stages if staged else self._all_gather
         self._chain: Chain = make_chain(comm, device, staged=span.node is not None)
         self._in_flight: set[int] = set()
         self._buckets_of: dict[int, list[int]] = {}
@@ -64,6 +63,10 @@ class Publisher:
             self._chain.start(index, self._route(bucket))
         else:
             self._arrive(index)
+
+    def _route(self, bucket: WorkingBucket) -> Stages:
+        """Sections that are not of one length cannot be gathered: padding them would cost more than it saves."""
+        return self._gathered(bucket) if self._gathers and bucket.layout.uniform else self._sent(bucket)
 
     def wait_unit(self, unit: int) -> None:
         """Make the working copies of a unit current."""

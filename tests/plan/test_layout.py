@@ -46,10 +46,12 @@ def _whole(name: str, shape: tuple[int, ...], unit: int) -> Piece:
     st.booleans(),
 )
 def test_buckets_hold_every_element_once(
-    param_shapes: list[tuple[int, int]], grid: tuple[int, ...], limit: int, whole: bool, uniform: bool
+    param_shapes: list[tuple[int, int]], grid: tuple[int, ...], limit: int, whole: bool, gathered: bool
 ) -> None:
     groups = [[_whole(f"p{i}", shape, i)] for i, shape in enumerate(param_shapes)]
-    buckets = build_buckets(groups, OwnerGrid(grid), limit, whole_tensors=whole, uniform=uniform)
+    buckets = build_buckets(
+        groups, OwnerGrid(grid), limit, whole_tensors=whole, padding_limit=2.0 if gathered else 1.25
+    )
     covered = {group[0].param.name: [0] * group[0].numel for group in groups}
     for bucket in buckets:
         taken = [0] * bucket.numel
@@ -64,7 +66,10 @@ def test_buckets_hold_every_element_once(
             for offset in range(start, stop):
                 taken[offset] += 1
         assert all(count == 1 for count in taken), "slots and gaps tile the bucket"
-        assert not uniform or bucket.uniform
+        held = sum(slot.piece.numel for slot in bucket.slots)
+        longest = max(bucket.owned_numel(owner) for owner in range(len(bucket.sections)))
+        padded = longest * len(bucket.sections)
+        assert bucket.numel == (padded if padded <= (2.0 if gathered else 1.25) * held else held)
         for at in product(*(range(size) for size in grid)):
             start, length = 0, bucket.numel
             for stage in range(len(grid)):

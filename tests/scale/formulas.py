@@ -21,7 +21,8 @@ SMALL = 2**16
 """What scalars may take."""
 
 ALIGNMENT = 8
-PADDED_UP_TO = 1.25
+PADDED_UP_TO, GATHERED_UP_TO = 1.25, 2.0
+"""Of what is in a bucket; padded further, sections keep their lengths, and nothing is gathered."""
 
 Schedule = Counter[tuple[str, str, str, int, int]]
 """(op, purpose, axis, group size, bytes) -> how often in one step."""
@@ -133,7 +134,7 @@ class Expected:
             room -= block.size
         share = sum(block.size for group in groups for block in group) // self.owners
         cut = [[part for block in group for part in _cut(block, share)] for group in groups]
-        return _owned(cut, self.owners, equal=self.plan.publish == "all_gather")
+        return _owned(cut, self.owners, GATHERED_UP_TO if self.plan.publish == "all_gather" else PADDED_UP_TO)
 
     def schedule(self) -> Schedule:
         """All collectives of a step that is not the first."""
@@ -174,7 +175,7 @@ class Expected:
     def _publish(self, bucket: Bucket, issue: Callable[[str, str, str, int, int, int], None]) -> None:
         """In two stages: from the owner to its place on the other nodes, and from there in the node."""
         nodes, places = self.nodes, self.owners // self.nodes
-        if self.plan.publish == "all_gather":
+        if self.gathered(bucket):
             issue("all_gather", "publish", "optim", self.owners, 1, bucket.size * WORKING)
             return
         place = self.owner // nodes
@@ -207,6 +208,10 @@ class Expected:
             whole = [block for block in blocks if block.size == self.units[block.unit].size]
             sizes = [sum(block.size for block in whole), *_runs([block for block in blocks if block not in whole])]
         return [size * WORKING for size in sizes]
+
+    def gathered(self, bucket: Bucket) -> bool:
+        """Whether it is published by one AllGather."""
+        return self.plan.publish == "all_gather" and len(set(bucket.sections)) == 1
 
     def replicated_sections(self) -> list[int]:
         """Bytes of this owner's AllReduces over replicas in the order of issue: the last bucket is full first."""
@@ -243,12 +248,12 @@ class Expected:
         buckets = [WORKING * bucket.size for bucket in self.buckets]
         in_layer = (len(units) - 3) // self.model.layers
         layer = sum(units[1 : 1 + in_layer]) if self.model.recompute else 0
-        in_place = s.s_p == 1 and self.plan.publish == "broadcast"
+        sent = buckets if s.s_p > 1 else [WORKING * bucket.size for bucket in self.buckets if self.gathered(bucket)]
         return {
             "G": max(rest["G owned"], rest.get("G resting", 0)) + max(buckets),
             "gather buffers": 2 * layer + 2 * max(units) if s.s_p > 1 else 0,
             "reduce buffers": (4 if self.nodes == 1 else 5) * max(buckets) + (2 * max(units) if s.s_p > 1 else 0),
-            "publish buffers": 0 if in_place else sum(buckets),
+            "publish buffers": sum(sent),
             "step": WIDE * max(bucket.owned(self.owner) for bucket in self.buckets) + SMALL,
             "other": SMALL,
         }
@@ -276,7 +281,7 @@ def _runs(blocks: Sequence[Block]) -> list[int]:
     return runs
 
 
-def _owned(groups: Sequence[Sequence[Block]], owners: int, equal: bool) -> list[Bucket]:
+def _owned(groups: Sequence[Sequence[Block]], owners: int, limit: float) -> list[Bucket]:
     """Largest first to whoever has least; the bucket with the largest block chooses first."""
     loads = [0] * owners
     buckets: dict[int, Bucket] = {}
@@ -289,7 +294,7 @@ def _owned(groups: Sequence[Sequence[Block]], owners: int, equal: bool) -> list[
             chosen[place] = owner
             loads[owner] += blocks[place].size
             sizes[owner] += blocks[place].size
-        if equal or max(sizes) * owners <= PADDED_UP_TO * sum(sizes):
+        if max(sizes) * owners <= limit * sum(sizes):
             sizes = [max(sizes)] * owners
         buckets[number] = Bucket(tuple(blocks), tuple(chosen), tuple(sizes))
     return [buckets[number] for number in range(len(groups))]
