@@ -255,12 +255,14 @@ class Hooks:
         assert uses is not None
         watched = [t for t in output_tensors(inputs) if t.requires_grad and t.grad_fn is not None]
         use.ends_with_inputs = bool(watched)
-        missing, seen_in = len(watched), -1
+        # The hook must not hold its own tensor: nobody can collect a circle that runs through autograd's graph.
+        every = missing = len(watched)
+        seen_in = -1
 
         def arrived(_: torch.Tensor) -> None:
             nonlocal missing, seen_in
             if running_backward() != seen_in:
-                missing, seen_in = len(watched), running_backward()
+                missing, seen_in = every, running_backward()
             missing -= 1
             if missing == 0:
                 uses.end(use)

@@ -6,6 +6,8 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 from deepspeed_amsp.plan.factors import Sharding
 from tests.semantics import modules as m
 from tests.semantics.harness import (
+    CUT,
     LOCAL_STATES,
     MIXED,
     OPTIMIZERS,
@@ -34,6 +37,7 @@ from tests.semantics.harness import (
     batch,
     groups_of,
     held_by,
+    job,
     label,
     loss_of,
     over,
@@ -42,6 +46,7 @@ from tests.semantics.harness import (
     same,
     whole_parameters,
 )
+from tests.semantics.test_uses import RECOMPUTATIONS, FrozenAgain, PromptedTwice
 from tests.support.pool import pool
 
 ENGINES = 30
@@ -89,6 +94,37 @@ def test_thirty_engines_leave_nothing_behind() -> None:
         assert footprints[2] == footprints[1] == footprints[0]
         assert resident[2] - resident[0] < 8 * 2**20
         assert not alive, f"engines {', '.join(alive)} are still alive"
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    m.Tied,
+    m.Adapted,
+    m.Reused,
+    m.Borrowed,
+    *(partial(FrozenAgain, uses, recompute) for uses in ("ccc", "tcpt") for recompute in RECOMPUTATIONS),
+    *(partial(PromptedTwice, recompute) for recompute in RECOMPUTATIONS),
+]
+
+
+def _every_kind(runs: list[Run]) -> list[tuple[str, dict[str, int], dict[str, int]]]:
+    """By model, footprints after its third and its fifth engine."""
+    found = []
+    for run in runs:
+        footprints = []
+        for _ in range(5):
+            job(run)
+            footprints.append(_footprint())
+        found.append((repr(run.model), footprints[2], footprints[4]))
+    return found
+
+
+@over(CUT)
+def test_no_kind_of_model_leaves_anything_behind(sharding: Sharding) -> None:
+    """A graph that holds itself through one of our hooks would keep its engine and its groups' threads for ever."""
+    runs = [Run(sharding, kind, steps=1, micro_batches=2) for kind in KINDS]
+    for found in pool(4).run(_every_kind, runs, timeout=200):
+        for name, before, after in found:
+            assert after == before, name
 
 
 def _many_steps(run: Run) -> tuple[list[dict[str, int]], list[int], list[tuple[int, ...]]]:

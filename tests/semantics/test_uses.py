@@ -205,7 +205,8 @@ class PromptedTwice(m.Base):
         return hidden
 
 
-RECOMPUTED = pytest.mark.parametrize("recompute", ["", "plain", "reentrant"])
+RECOMPUTATIONS = ["", "plain", "reentrant"]
+RECOMPUTED = pytest.mark.parametrize("recompute", RECOMPUTATIONS)
 
 
 @over(CUT)

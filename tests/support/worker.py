@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WATCHDOG_MARGIN_S = 10.0
-SETTLE_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 60.0
 _ORPHAN_POLL_S = 0.5
 
 after_job: list[Callable[[], None]] = []
