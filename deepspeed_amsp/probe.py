@@ -359,9 +359,9 @@ def _with_attention(units: list[UnitSpec], hidden: int, blocks: int) -> tuple[Un
     found: set[int] = set()
     result = []
     for unit in reversed(units):
-        if blocks and unit.layer is not None and unit.layer not in found and "att" in unit.name.lower():
-            if any(len(spec.shape) > 1 for spec in unit.params):
-                found.add(unit.layer)
-                unit = replace(unit, attention_width=hidden)
-        result.append(unit)
+        matrix = any(len(spec.shape) > 1 for spec in unit.params)
+        last = unit.layer is not None and unit.layer not in found and matrix and "att" in unit.name.lower()
+        if blocks and unit.layer is not None and last:
+            found.add(unit.layer)
+        result.append(replace(unit, attention_width=hidden) if last else unit)
     return tuple(reversed(result))

@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("comm",),
     ("profiler",),
     ("partition",),
+    ("probe",),
     ("schedule",),
     ("update",),
     ("verify",),
@@ -119,7 +120,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             "registers hooks",
             r"\bregister_(forward|full_backward|module|post_accumulate|state_dict|load_state)\w*\("
             r"|\.register_hook\(|_parameters = ",
-            {"schedule/hooks.py", "trace/modules.py"},
+            {"schedule/hooks.py", "trace/modules.py", "probe.py"},
         ),
         (
             "knows the engine's internals",

@@ -260,7 +260,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (lambda path: path.write_text("{"), "is not JSON"),
     "a list": (lambda path: path.write_text("[]"), "holds a list"),
     "no model": (lambda path: path.write_text('{"a": 1}'), "'model_type'"),
-    "unknown": (lambda path: path.write_text('{"model_type": "bert"}'), "'bert' is not known; known are llama, mistral"),
+    "unknown": (
+        lambda path: path.write_text('{"model_type": "bert"}'),
+        "'bert' is not known; known are llama, mistral",
+    ),
     "no key": (lambda path: path.write_text(json.dumps(without("hidden_size"))), "key 'hidden_size' is missing"),
     "wrong type": (
         lambda path: path.write_text(json.dumps({**LLAMA, "vocab_size": "32k"})),
