@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_amsp.plan.layout import (
@@ -145,6 +145,7 @@ def test_row_blocks_mend_the_balance(groups: list[list[Piece]], owners: int, at_
     st.integers(1, 9),
     st.integers(1, 120),
 )
+@settings(deadline=None)
 def test_owners_are_the_least_loaded_and_the_lower_of_equals(
     groups: list[list[int]], owners: int, bucket_numel: int
 ) -> None:
