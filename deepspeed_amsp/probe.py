@@ -215,9 +215,10 @@ def _dropped_gradients(module: nn.Module) -> Iterator[None]:
 def _fake(module: nn.Module) -> Iterator[None]:
     """Fake bf16 CPU tensors in place of parameters and buffers; a tie stays one."""
     made: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[Any, str, torch.Tensor]] = []
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        tables: list[Any] = [part._parameters, part._buffers]
+        for table in tables:
             for key, tensor in table.items():
                 if tensor is not None:
                     before.append((table, key, tensor))
