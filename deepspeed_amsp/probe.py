@@ -215,9 +215,10 @@ def _dropped_gradients(module: nn.Module) -> Iterator[None]:
 def _fake(module: nn.Module) -> Iterator[None]:
     """Fake bf16 CPU tensors in place of parameters and buffers; a tie stays one."""
     made: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[Any, str, torch.Tensor]] = []
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        tables: list[Any] = [part._parameters, part._buffers]
+        for table in tables:
             for key, tensor in table.items():
                 if tensor is not None:
                     before.append((table, key, tensor))
@@ -359,9 +360,9 @@ def _with_attention(units: list[UnitSpec], hidden: int, blocks: int) -> tuple[Un
     found: set[int] = set()
     result = []
     for unit in reversed(units):
-        if blocks and unit.layer is not None and unit.layer not in found and "att" in unit.name.lower():
-            if any(len(spec.shape) > 1 for spec in unit.params):
-                found.add(unit.layer)
-                unit = replace(unit, attention_width=hidden)
-        result.append(unit)
+        matrix = any(len(spec.shape) > 1 for spec in unit.params)
+        last = unit.layer is not None and unit.layer not in found and matrix and "att" in unit.name.lower()
+        if blocks and unit.layer is not None and last:
+            found.add(unit.layer)
+        result.append(replace(unit, attention_width=hidden) if last else unit)
     return tuple(reversed(result))

@@ -66,21 +66,24 @@ class Memory:
 
 
 def memory(model: ModelSpec, plan: Plan, train: TrainSpec) -> Memory:
-    """Bytes on the fullest rank. With pipeline parallelism that is one of the first or of the last stage.
+    """Bytes on the fullest rank. With pipeline parallelism that is one of the fullest stage.
 
     The plan's data-parallel ranks are those that tensor and pipeline parallelism leave; each of them divides once.
     A plan that the engine refuses for its optimizer (whole tensors with s_p > 1) is counted as if it could.
     """
-    shares = [_of_a_share(share, plan, train, in_flight) for share, in_flight in _shares(model, train)]
+    shares = [_of_a_share(share, plan, train) for share in _shares(model, train)]
     return max(shares, key=lambda share: share.peak)
 
 
-def _of_a_share(model: ModelSpec, plan: Plan, train: TrainSpec, in_flight: int) -> Memory:
+def _of_a_share(share: _Share, plan: Plan, train: TrainSpec) -> Memory:
+    model = share.model
     places, activations = geometry(model, plan, train), activation_bytes(model, train)
+    if not share.head:
+        activations = replace(activations, outside=0, outside_gradient=0, outside_backward=0)
     rows = _state_bytes(places, train)
     per_gradient = train.gradient_bytes
     owner = max(range(places.owners), key=lambda o: (rows[o] + per_gradient * places.sections[o], -o))
-    residency = Residency(model, plan, train, places, owner, activations, in_flight)
+    residency = Residency(model, plan, train, places, owner, activations, share.in_flight)
     masters = WIDE * places.owned[owner] if places.buckets else 0
     fixed = {P: train.parameter_bytes * sum(places.shards), MASTERS: masters, MOMENTS: rows[owner] - masters}
     peaks = residency.peaks()
@@ -117,33 +120,46 @@ def _factored(piece: Piece) -> int:
     return piece.numel // shape[-1] + piece.numel // shape[-2] if len(shape) > 1 else piece.numel
 
 
-def _shares(model: ModelSpec, train: TrainSpec) -> list[tuple[ModelSpec, int]]:
-    """What a GPU has of the model, and of how many micro-batches it keeps activations.
+class _Share(NamedTuple):
+    """What a GPU has of the model, of how many micro-batches it keeps activations, and whether it has the head."""
 
-    Without pipeline parallelism there is one share. With it the first stage has the embedding and keeps as many
-    micro-batches as there are stages, the last one has the head and keeps one; both have layers, rounded up.
-    """
+    model: ModelSpec
+    in_flight: int
+    head: bool
+
+
+def _shares(model: ModelSpec, train: TrainSpec) -> list[_Share]:
+    """One share of every pipeline stage. A stage keeps as many micro-batches as there are stages from it to the end
+    (one forward, one backward); the first has the embedding, the last has the head."""
     pipeline, tensor = train.pipeline_parallel, train.tensor_parallel
     if pipeline == tensor == 1:
-        return [(model, 1)]
-    known: dict[tuple[int, int], list[ModelSpec]] = vars(model).setdefault("_shares", {})
+        return [_Share(model, 1, True)]
+    # Kept with the model, so that what is kept with its parts is found again.
+    known: dict[tuple[int, int], list[_Share]] = vars(model).setdefault("_shares", {})
     key = pipeline, tensor
     if key not in known:
-        parts = [model.units] if pipeline == 1 else _ends(model, pipeline)
-        known[key] = [replace(model, units=tuple(_cut(unit, tensor) for unit in units)) for units in parts]
-    deepest = min(pipeline, train.micro_batches)
-    return list(zip(known[key], [deepest, 1], strict=False))
+        shares = []
+        for number, units in enumerate(_stages(model, pipeline)):
+            if any(unit.numel for unit in units):
+                part = replace(model, units=tuple(_cut(unit, tensor) for unit in units))
+                shares.append(_Share(part, pipeline - number, number == pipeline - 1))
+        known[key] = shares
+    return [share._replace(in_flight=min(share.in_flight, train.micro_batches)) for share in known[key]]
 
 
-def _ends(model: ModelSpec, pipeline: int) -> list[tuple[UnitSpec, ...]]:
-    """Units of the first and of the last stage. Layers are numbered from 0."""
-    each = math.ceil(model.layers / pipeline)
-    inside = [index for index, unit in enumerate(model.units) if unit.layer is not None]
-    first, last = (inside[0], inside[-1]) if inside else (len(model.units), len(model.units))
-    before, after = model.units[:first], model.units[last + 1 :]
-    head = [unit for unit in model.units if unit.layer is not None and unit.layer < each]
-    tail = [unit for unit in model.units if unit.layer is not None and unit.layer >= model.layers - each]
-    return [(*before, *head), (*tail, *after)]
+def _stages(model: ModelSpec, pipeline: int) -> list[list[UnitSpec]]:
+    """Units by pipeline stage: layers in equal runs, what stands before them in the first, the rest in the last."""
+    numbers = list(dict.fromkeys(unit.layer for unit in model.units if unit.layer is not None))
+    stage_of = {layer: position * pipeline // len(numbers) for position, layer in enumerate(numbers)}
+    stages: list[list[UnitSpec]] = [[] for _ in range(pipeline)]
+    stage = 0
+    for index, unit in enumerate(model.units):
+        if unit.layer is not None:
+            stage = stage_of[unit.layer]
+        elif numbers and all(later.layer is None for later in model.units[index:]):
+            stage = pipeline - 1
+        stages[stage].append(unit)
+    return stages
 
 
 def _cut(unit: UnitSpec, parts: int) -> UnitSpec:
@@ -167,20 +183,22 @@ def _formulas(
     """How every category is computed, with sizes of elements and dtypes."""
     s, owned = plan.sharding, places.owned[owner] if places.buckets else 0
     width, accumulation = train.parameter_bytes, train.gradient_bytes
-    share = f"{owned:,} elements, the most of {places.owners} owners (an even share is {sum(places.owned) // max(places.owners, 1):,})"
+    even = sum(places.owned) // places.owners
+    share = f"{owned:,} elements, the most of {places.owners} owners (an even share is {even:,})"
     names = {2: "bf16", 4: "fp32"}
     per_moment = "rows and columns of fp32 statistics" if train.optimizer.name == "adafactor" else ""
     kept = "recomputed, its inputs" if train.recompute else "kept"
     bucket = max(places.sizes, default=0)
     return {
-        P: f"{width} B ({names[width]}) x {sum(places.shards):,} elements of {model.numel:,} (s_p {s.s_p}, shards padded)",
+        P: f"{width} B ({names[width]}) x {sum(places.shards):,} elements of {model.numel:,} (s_p {s.s_p}, padded)",
         G: f"{accumulation} B ({names[accumulation]}) x what rests in phase {phase!r} (s_g {s.s_g}, s_os {s.s_os}, "
         f"M {train.micro_batches}); of its owner {places.sections[owner] if places.buckets else 0:,} elements",
         MASTERS: f"4 B (fp32) x {share}",
         MOMENTS: per_moment or f"{train.optimizer.moments:g} B ({train.optimizer.name}) x {owned:,} elements",
         "gather buffers": f"{width} B x whole units in use, and ahead of use ({plan.prefetch_bytes:,} B in forward)",
         "reduce buffers": f"{width} B x units and buckets on their way; the largest bucket has {bucket:,} elements",
-        "publish buffers": f"{width} B x {sum(places.sizes):,} elements of {len(places.buckets)} buckets ({plan.publish.value})",
+        "publish buffers": f"{width} B x {sum(places.sizes):,} elements of {len(places.buckets)} buckets "
+        f"({plan.publish.value})",
         "activations": f"{train.micro_batch} x {train.sequence:,} tokens: {model.layers} layers x "
         f"{activations.kept:,} B ({kept}), {activations.outside:,} B of embedding, logits and loss"
         + (f" ({activations.estimated})" if activations.estimated else ""),

@@ -1,6 +1,7 @@
-"""Activations of the paper's models, as `deepspeed_amsp.probe` measured them. Made by tests/plan/probed_figures.py.
+"""Activations of the paper's models, as `deepspeed_amsp.probe` measured them.
 
-They are those of examples/llama.py in bf16 for one sequence, on CPU kernels, without fused norms or activations.
+Made by tests/plan/probed_figures.py. They are those of examples/llama.py in bf16 for one sequence, on CPU kernels,
+without fused norms or activations.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from deepspeed_amsp.plan.specs import Activations
 from examples.llama import Llama, LlamaConfig
 
 TARGET = Path(__file__).resolve().parents[2] / "deepspeed_amsp" / "plan" / "probed.py"
-HEAD = '''"""Activations of the paper's models, as `deepspeed_amsp.probe` measured them. Made by tests/plan/probed_figures.py.
+HEAD = '''"""Activations of the paper's models, as `deepspeed_amsp.probe` measured them.
 
-They are those of examples/llama.py in bf16 for one sequence, on CPU kernels, without fused norms or activations.
+Made by tests/plan/probed_figures.py. They are those of examples/llama.py in bf16 for one sequence, on CPU kernels,
+without fused norms or activations.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_amsp.plan.layout import (
@@ -143,3 +143,22 @@ def test_row_blocks_mend_the_balance(groups: list[list[Piece]], owners: int, at_
     """
     assert imbalance(groups, owners, whole=False) < at_once
     assert imbalance(groups, owners, whole=False, limit=2**29) < by_bucket
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=8), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 120),
+)
+@settings(deadline=None)
+def test_owners_are_the_least_loaded_and_the_lower_of_equals(
+    groups: list[list[int]], owners: int, bucket_numel: int
+) -> None:
+    """The rule in its plainest form, by which ranks agree, next to whatever makes it fast."""
+    pieces = [[_whole(f"p{g}.{n}", (size,), g) for n, size in enumerate(group)] for g, group in enumerate(groups)]
+    layouts = build_buckets(pieces, OwnerGrid((owners,)), bucket_numel, whole_tensors=True)
+    loads = [0] * owners
+    for layout in sorted(layouts, key=lambda one: (-max(slot.piece.numel for slot in one.slots), one.index)):
+        for slot in sorted(layout.slots, key=lambda one: -one.piece.numel):
+            assert slot.owner == loads.index(min(loads))
+            loads[slot.owner] += slot.piece.numel
