@@ -9,6 +9,7 @@ The command line is `cli.profile`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -102,9 +103,9 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
             size = min(size, _even(fits, mesh.size))
             if size < 2 * smaller or size in points:
                 continue
-        point = session.point(op, size)
+        point, took = session.point(op, size)
         points[size] = point
-        left -= rounds * point.seconds
+        left -= took
         entry = entries.get((op, mesh), Entry(op, mesh, ())).with_point(point)
         entries[op, mesh] = entry
         on_point(entry, point)
@@ -145,18 +146,21 @@ class _Session:
             destroy_group(self._world)
         self._world = None
 
-    def point(self, op: Op, size: int) -> Point:
-        """Median over repetitions of the time in which the slowest rank was done, and its interquartile range."""
+    def point(self, op: Op, size: int) -> tuple[Point, float]:
+        """Median over repetitions of the time in which the slowest rank was done, and its interquartile range; and the
+        seconds that it took to find them, the same number on all ranks."""
         assert self._mesh is not None
         self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
         self._group = self._group or make_siblings(self._mesh, self._data_parallel)
         issue = _issuing(self._comm, op, self._group, size, self._device)
-        # The first round connects the ranks.
-        mine = [self._round(issue) for _ in range(self._repetitions + 1)][1:]
-        slowest = [max(times) for times in zip(*from_every_rank(mine), strict=True)]
+        self._round(issue)  # connects the ranks
+        began = time.monotonic()
+        mine = [self._round(issue) for _ in range(self._repetitions)]
+        times, took = zip(*from_every_rank((mine, time.monotonic() - began)), strict=True)
+        slowest = [max(repetition) for repetition in zip(*times, strict=True)]
         at_once = self._group.size if op is Op.BROADCAST else 1
         low, _, high = quantiles(slowest, n=4, method="inclusive")
-        return Point(size, median(slowest) / at_once, (high - low) / at_once)
+        return Point(size, median(slowest) / at_once, (high - low) / at_once), max(took)
 
     def _round(self, issue: Callable[[], list[Ticket]]) -> float:
         """Seconds from the issue to the end."""

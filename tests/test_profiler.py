@@ -315,7 +315,8 @@ def test_a_quick_profile_of_an_emulated_cluster_is_that_of_its_links(tmp_path: P
     off = []
     for op, mesh, point in large:
         ratio = point.seconds / theory(op, mesh, point.bytes, spec.nic_bytes_per_s)
-        text = f"{op.value} on {mesh}: {point.bytes} bytes {point.seconds:.3f} s +-{point.spread:.3f}, {ratio:.2f} of theory"
+        took = f"{point.seconds:.3f} s +-{point.spread:.3f}"
+        text = f"{op.value} on {mesh}: {point.bytes} bytes {took}, {ratio:.2f} of theory"
         print(text)
         off += [text] if abs(ratio - 1) > 0.15 else []
     assert not off, "\n".join(off)
