@@ -62,7 +62,10 @@ def remedies(result: Search) -> tuple[Remedy, ...]:
     found = [remedy for change in _training(problem) if (remedy := _tried(change))]
     if not found:
         found += [remedy for change in _together(problem) if (remedy := _tried(change))][:1]
-    found += [remedy for remedy in (_nodes(problem), _memory(result)) if remedy]
+    nodes = _nodes(problem)
+    if nodes is None and not problem.trainings[0].recompute:
+        nodes = _nodes(_with(problem, recompute=True), "recompute activations and ", "--recompute ")
+    found += [remedy for remedy in (nodes, _memory(result)) if remedy]
     return tuple(sorted(found, key=lambda remedy: (remedy.gpu_seconds_per_token, remedy.gpus)))
 
 
@@ -161,7 +164,7 @@ def on_nodes(problem: Problem, nodes: int) -> Problem:
     return replace(problem, cluster=cluster, trainings=tuple(trainings), profile=profile, shardings=None)
 
 
-def _nodes(problem: Problem) -> Remedy | None:
+def _nodes(problem: Problem, beside: str = "", option: str = "") -> Remedy | None:
     """The fewest nodes, in steps of two, on which it fits."""
     factor = 2
     while factor <= MOST_NODES:
@@ -169,7 +172,7 @@ def _nodes(problem: Problem) -> Remedy | None:
         changed = on_nodes(lean(problem), nodes)
         grown = max(t.micro_batches for t in problem.trainings) < factor
         batch = ", with more tokens a step" if grown else ""
-        remedy = _tried(Change(f"{nodes} nodes{batch}", f"--nodes {nodes}", changed))
+        remedy = _tried(Change(f"{beside}{nodes} nodes{batch}", f"{option}--nodes {nodes}", changed))
         if remedy is not None:
             return remedy
         factor *= 2
