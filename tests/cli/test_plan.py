@@ -266,7 +266,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], says: str, mode
     filled = [part.format(model=model, folder=tmp_path) for part in arguments]
     if arguments not in (WRONG[0][0], WRONG[1][0]):
         for option, value in (("--model", model), ("--nodes", "1")):
-            filled = [*filled, option, value] if option not in filled else filled
+            filled = [option, value, *filled] if option not in filled else filled
     code, out, err = amsp(*filled)
     assert code == 1 and out == ""
     (line,) = err.splitlines()
