@@ -108,6 +108,11 @@ class ModelSpec:
         """Blocks of the model."""
         return len({unit.layer for unit in self.units if unit.layer is not None})
 
+    @cached_property
+    def layer_units(self) -> dict[int, range]:
+        """Layer -> the run of units that it consists of."""
+        return unit_ranges(self.units)
+
     def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
         """What one GPU of a replica has: the layers of the fullest pipeline stage, rows cut evenly.
 

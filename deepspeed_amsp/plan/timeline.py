@@ -15,7 +15,7 @@ from deepspeed_amsp.plan.cost import BUCKET_BYTES
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.routes import Routes, Stages, bucket_runs
-from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec, unit_ranges
+from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 
 NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
@@ -152,7 +152,7 @@ def _sends(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> 
         publish=[timed[2] for timed in routed],
         owned=[elements / s.optim for _, elements in runs],
         scalars=_timed(routes.scalars(), profile),
-        layers=unit_ranges(model.units),
+        layers=model.layer_units,
         layer_of=[member.layer for member in model.units],
         bucket_of=bucket_of,
     )
@@ -240,7 +240,8 @@ class _Run:
                 if ahead:
                     under_way, coming = 0.0, unit + 1
                     while coming < count and under_way < budget:
-                        self.gather(coming)
+                        if coming not in self.gathered:
+                            self.gather(coming)
                         under_way += sizes[coming]  # also of those that an earlier unit had issued
                         coming += 1
                 self.wait(self.gathered.pop(unit), "gather")
@@ -260,7 +261,7 @@ class _Run:
         """Units in reverse, recomputed layers as a whole; ``routes`` of the buckets that are reduced now."""
         pending = [len(members) for members in self.sends.members]
         arrived = [0.0] * len(pending)
-        recomputed, layers = self.times.recomputed, self.sends.layers
+        recomputed, layers, sharded = self.times.recomputed, self.sends.layers, self.plan.sharding.s_p > 1
         again = {layer for layer, units in layers.items() if any(recomputed[member] for member in units)}
         unit = len(self.sends.gather) - 1
         while unit >= 0:
@@ -269,7 +270,7 @@ class _Run:
             if layer is not None and layer in again:
                 run = layers[layer]
                 self.recompute(run)
-            else:
+            elif sharded:
                 self.gather_backward(unit)
             for member in reversed(run):
                 self.now += self.times.backward[member]
@@ -297,8 +298,6 @@ class _Run:
 
     def gather_backward(self, unit: int) -> None:
         """One unit ahead."""
-        if self.plan.sharding.s_p == 1:
-            return
         self.gather(unit)
         if unit and self.plan.overlap.gather and self.plan.prefetch_bytes:
             self.gather(unit - 1)
