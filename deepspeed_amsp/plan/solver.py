@@ -28,6 +28,7 @@ from deepspeed_amsp.plan.factors import (
 )
 from deepspeed_amsp.plan.memory import Memory, memory
 from deepspeed_amsp.plan.profile import Profile
+from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
 from deepspeed_amsp.plan.routes import distinct
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
@@ -176,7 +177,7 @@ class Rejected:
     @property
     def reason(self) -> str:
         """In words."""
-        return f"needs {self.missing / 1e9:.1f} GB more"
+        return f"needs {size(self.missing)} more"
 
 
 @dataclass(frozen=True)

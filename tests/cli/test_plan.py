@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from deepspeed_amsp.cli.app import app
+from deepspeed_amsp.cli.show import show
 from deepspeed_amsp.config import read_block
+from deepspeed_amsp.plan import explain
+from deepspeed_amsp.plan.api import Request
 from deepspeed_amsp.plan.resolve import make_plan
+from deepspeed_amsp.plan.solver import search
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,6 +120,18 @@ def test_micro_batches_are_chosen(model: str) -> None:
     found = answer("--model", model, *JOB, "--micro-batch", "auto")
     assert sorted({train["micro_batch"] for train in found["trainings"]}) == [1, 2, 4]
     assert all(train["micro_batch"] * train["micro_batches"] == 4 for train in found["trainings"])
+
+
+@pytest.mark.parametrize(("width", "says"), [(60, "P | G | OS 1x1"), (300, "│ 1x1 | 1x1")])
+def test_a_terminal_is_never_overrun(width: int, says: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    found = search(Request(model, nodes=2, gpus_per_node=4, seq_len=512).problem())
+    written = io.StringIO()
+    written.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", written)
+    show(explain.overview(found), [explain.best_table(found), explain.memory_table(found)])
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in written.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width and any(says in line for line in lines)
 
 
 # --- nothing fits ---------------------------------------------------------------------------------------------
