@@ -6,7 +6,9 @@ Exit codes: 0, a plan fits; 1, wrong input, in one line; 2, nothing fits, with w
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +100,8 @@ def plan(
     }  # fmt: skip
     if as_json and as_markdown:
         fail("plan", "--json and --markdown exclude each other", BAD_INPUT)
+    if plot is not None and plot.suffix.lower() != ".png":
+        fail("plan", f"--plot writes PNG: name a file that ends in .png, not {plot}", BAD_INPUT)
     outcome = _checked(lambda: _answer(given, recompute, config, hostfile, sharding, write))
     if outcome.search.best is not None:
         if write is not None:
@@ -172,7 +176,7 @@ def _answer(
     from deepspeed_amsp.cli.plan_inputs import FromConfig, from_config, read_existing
     from deepspeed_amsp.plan.solver import search
 
-    existing = read_existing(write) if write is not None and write.exists() else None
+    existing = read_existing(write, exact=True) if write is not None and write.exists() else None
     if write is not None and not write.absolute().parent.is_dir():
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
     read = from_config(config) if config is not None else FromConfig()
@@ -259,22 +263,28 @@ def _probe(name: str) -> ModelSpec:
 
 
 def _write(outcome: Outcome, path: Path) -> None:
+    """Into the file in one go: a reader sees the old one or the whole new one."""
     from deepspeed_amsp.plan.block import merged, new_config
-    from deepspeed_amsp.plan.profile_file import write as write_json
 
     best = outcome.search.best
     assert best is not None
     if outcome.existing is None:
-        write_json(new_config(best.plan, best.train), path)
+        values = new_config(best.plan, best.train)
     else:
-        write_json(merged(outcome.existing, best.plan, best.train), path)
+        values = merged(outcome.existing, best.plan, best.train)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(compact(json.dumps(values, indent=2)) + "\n", encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _draw(search: Search, path: Path) -> None:
     from deepspeed_amsp.cli.plot import plot_pareto
 
-    if path.suffix.lower() != ".png":
-        raise OSError(f"--plot writes PNG: name a file that ends in .png, not {path}")
     plot_pareto(search, path)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class FromConfig:
     accumulation: int | None = None
 
 
-def read_existing(path: Path) -> dict[str, Any]:
-    """A ds_config from a file.
+def read_existing(path: Path, exact: bool = False) -> dict[str, Any]:
+    """A ds_config from a file. ``exact``: numbers as they are written, of which DeepSpeed's reader makes 1 of 1.0.
 
     Raises:
         InputError: it cannot be read, or is no JSON object.
@@ -56,9 +57,10 @@ def read_existing(path: Path) -> dict[str, Any]:
         raise
     except ValueError as error:
         raise InputError(f"{path}: is no JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(config, Mapping):
-        raise InputError(f"{path}: must hold a JSON object, not {type(config).__name__}")
-    return dict(config)
+    if exact:
+        with suppress(json.JSONDecodeError):  # with comments, which DeepSpeed allows, it stays as it was read
+            return dict(json.loads(path.read_text(encoding="utf-8-sig")))
+    return config
 
 
 def from_config(path: Path) -> FromConfig:

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from deepspeed_amsp.plan.report import Table
 
+FOLDABLE = 7
+"""Columns that a narrow terminal can fold and still be read."""
+
 
 def show(lines: Iterable[str], tables: Iterable[Table]) -> None:
     """Print them: on a terminal in its width, cells folded; else every row on one line, however long."""
@@ -32,6 +35,20 @@ def plain(table: Table) -> str:
     return "\n".join([*parts, *(f"  - {note}" for note in table.notes)])
 
 
+def _width(table: Table) -> int:
+    """Of the whole table, with three characters between columns."""
+    grid = [table.columns, *table.rows]
+    return sum(max(len(row[column]) for row in grid) + 3 for column in range(len(table.columns)))
+
+
+def _records(table: Table) -> str:
+    """Every row as "column value" pairs, for terminals that are too narrow for its columns."""
+    rows = [
+        "; ".join(f"{column} {cell}" for column, cell in zip(table.columns, row, strict=True)) for row in table.rows
+    ]
+    return "\n".join([table.title, *(f"  {row}" for row in rows), *(f"- {note}" for note in table.notes)])
+
+
 def _on_terminal(lines: Iterable[str], tables: Iterable[Table]) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -41,6 +58,9 @@ def _on_terminal(lines: Iterable[str], tables: Iterable[Table]) -> None:
     for line in lines:
         console.print(Text(line))
     for table in tables:
+        if len(table.columns) > FOLDABLE and _width(table) > console.width:
+            console.print(Text(f"\n{_records(table)}"))
+            continue
         shown = RichTable(title=Text(table.title), title_justify="left")
         for index, column in enumerate(table.columns):
             shown.add_column(Text(column), justify="right" if index in table.right else "left", overflow="fold")

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from deepspeed_amsp.plan.explain import factors
+from deepspeed_amsp.plan.factors import preset
 from deepspeed_amsp.plan.profile import ProfileError
 from deepspeed_amsp.plan.report import Table, duration, size
 from deepspeed_amsp.plan.resolve import PublishMode, ReduceMode
 from deepspeed_amsp.plan.solver import Evaluated, Problem, Search, search, smallest_need
 from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, ClusterSpec, SpecError, TrainSpec
 
-MOST_NODES = 64
-"""How many times as many nodes are tried."""
+MOST_NODES, MOST_GPUS = 64, 16_384
+"""How many times as many nodes are tried, and up to how many GPUs."""
+
+SEARCHED_GPUS = 512
+"""Up to here all factors are looked at on more nodes; above, ZeRO-3's, which say whether anything fits."""
 
 LIGHTER = ("lion", "adam8bit")
 """Optimizers that train much as AdamW does with less state."""
@@ -62,7 +66,10 @@ def remedies(result: Search) -> tuple[Remedy, ...]:
     found = [remedy for change in _training(problem) if (remedy := _tried(change))]
     if not found:
         found += [remedy for change in _together(problem) if (remedy := _tried(change))][:1]
-    found += [remedy for remedy in (_nodes(problem), _memory(result)) if remedy]
+    nodes = _nodes(problem)
+    if nodes is None and not any("--recompute" in r.option for r in found) and not problem.trainings[0].recompute:
+        nodes = _nodes(_with(problem, recompute=True), "recompute activations and ", "--recompute ")
+    found += [remedy for remedy in (nodes, _memory(result)) if remedy]
     return tuple(sorted(found, key=lambda remedy: (remedy.gpu_seconds_per_token, remedy.gpus)))
 
 
@@ -161,19 +168,29 @@ def on_nodes(problem: Problem, nodes: int) -> Problem:
     return replace(problem, cluster=cluster, trainings=tuple(trainings), profile=profile, shardings=None)
 
 
-def _nodes(problem: Problem) -> Remedy | None:
-    """The fewest nodes, in steps of two, on which it fits."""
+def _nodes(problem: Problem, beside: str = "", option: str = "") -> Remedy | None:
+    """The fewest nodes, in steps of two, on which everything sharded over all GPUs fits."""
     factor = 2
-    while factor <= MOST_NODES:
+    while factor <= MOST_NODES and factor * problem.cluster.world_size <= MOST_GPUS:
         nodes = factor * problem.cluster.nodes
         changed = on_nodes(lean(problem), nodes)
-        grown = max(t.micro_batches for t in problem.trainings) < factor
-        batch = ", with more tokens a step" if grown else ""
-        remedy = _tried(Change(f"{nodes} nodes{batch}", f"--nodes {nodes}", changed))
-        if remedy is not None:
-            return remedy
+        frugal = replace(changed, shardings=(preset("zero3", changed.data_parallel),))
+        least = search(frugal)
+        if least.best is None and _unsharded(least) > problem.capacity:
+            return None  # no number of nodes makes that smaller
+        if least.best is not None:
+            grown = max(t.micro_batches for t in problem.trainings) < factor
+            batch = ", with more tokens a step" if grown else ""
+            asked = changed if changed.cluster.world_size <= SEARCHED_GPUS else frugal
+            return _tried(Change(f"{beside}{nodes} nodes{batch}", f"{option}--nodes {nodes}", asked))
         factor *= 2
     return None
+
+
+def _unsharded(result: Search) -> float:
+    """Bytes that are the same whatever the factors are."""
+    terms = result.rejected[0].memory.terms()
+    return sum(count for name, _, count in terms if name in ("activations", "backward temporaries"))
 
 
 def _memory(result: Search) -> Remedy | None:

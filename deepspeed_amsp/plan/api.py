@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from deepspeed_amsp.plan.builtin_profiles import find_profile
+from deepspeed_amsp.plan.builtin_profiles import BUILTIN, find_profile
 from deepspeed_amsp.plan.factors import PRESETS, ShardFactor, Sharding, preset
-from deepspeed_amsp.plan.models import load_model
+from deepspeed_amsp.plan.models import PAPER_MODELS, load_model
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.solver import Modes, Objective, Problem, Search, alternatives, search
 from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, ClusterSpec, ModelSpec, SpecError, TrainSpec, micro_batches
@@ -121,7 +121,10 @@ class Request:
             )
         for name in ("seq_len", "tp", "pp"):
             _whole(name, getattr(self, name))
-        profile = self.profile if isinstance(self.profile, Profile) else find_profile(self.profile)
+        profile = self.profile
+        if not isinstance(profile, Profile):
+            _known("profile", str(profile), BUILTIN)
+            profile = find_profile(profile)
         cluster = self._cluster(profile)
         return Problem(
             model=self._model(),
@@ -140,6 +143,7 @@ class Request:
             return self.model
         if ":" in self.model and not Path(self.model).exists():
             return self.factory(self.model)
+        _known("model", self.model, PAPER_MODELS)
         return load_model(self.model)
 
     def _cluster(self, profile: Profile) -> ClusterSpec:
@@ -192,6 +196,15 @@ def _whole(name: str, value: object, otherwise: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestError(name, f"must be a whole number of at least 1{otherwise}, not {value!r}.")
     return value
+
+
+def _known(argument: str, text: str, names: Iterable[str]) -> None:
+    """Raises RequestError for a word that is none of ``names`` and neither a file nor looks like the path of one."""
+    if not Path(text).exists() and not Path(text).suffix and "/" not in text and text.lower() not in names:
+        nearest = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.0)[0]
+        raise RequestError(
+            argument, f"{text!r} is neither a file nor one of {', '.join(names)}; did you mean {nearest}?"
+        )
 
 
 def plan(

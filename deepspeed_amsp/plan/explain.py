@@ -202,7 +202,7 @@ def time_table(search: Search) -> Table:
 def reason(search: Search, entry: Evaluated | Rejected) -> str:
     """Why a legal plan is not the chosen one."""
     if isinstance(entry, Rejected):
-        return f"needs {size(entry.missing)} more"
+        return entry.reason
     slower = search.slower(entry)
     if entry is search.best:
         return "chosen"

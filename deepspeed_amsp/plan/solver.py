@@ -5,9 +5,11 @@ Brute force, as in the paper (section IV-D): the rules leave 121 shardings of 32
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -27,6 +29,7 @@ from deepspeed_amsp.plan.factors import (
 )
 from deepspeed_amsp.plan.memory import Memory, memory
 from deepspeed_amsp.plan.profile import Profile
+from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
 from deepspeed_amsp.plan.routes import distinct
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
@@ -184,7 +187,7 @@ class Rejected:
     @property
     def reason(self) -> str:
         """In words."""
-        return f"needs {self.missing / 1e9:.1f} GB more"
+        return f"needs {size(self.missing)} more"
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,23 @@ def search(problem: Problem) -> Search:
         SpecError: tensor and pipeline parallelism do not fit on the cluster.
         ProfileError: a group is outside what the profile has measured.
     """
+    with _uncollected():
+        return _search(problem)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing here makes cycles, and looking for them among many small objects takes a quarter of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _search(problem: Problem) -> Search:
     data_parallel = problem.data_parallel
     chosen = problem.shardings or tuple(enumerate_shardings(data_parallel, problem.gradients))
     fitting: list[Evaluated] = []

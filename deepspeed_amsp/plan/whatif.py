@@ -56,7 +56,8 @@ def _asked_often(problem: Problem, best: Evaluated | None) -> Problem:
 def sensitivity(result: Search) -> tuple[Shift, ...]:
     """The choice with 0.5 to 1.5 times the bandwidth between nodes, in a node, and the memory.
 
-    Micro-batch and the way to publish stay those of the best plan; gradients are reduced in two levels.
+    The micro-batch stays that of the best plan. Under other bandwidths, so does the way to publish, and gradients are
+    reduced in two levels.
     """
     if result.best is None:
         return ()
@@ -69,7 +70,7 @@ def sensitivity(result: Search) -> tuple[Shift, ...]:
             shifts.append(_shift(what, factor, result.best, found.ranked))
     # More memory takes no plan away and changes no time, so that one search answers for every size.
     largest = replace(problem.cluster, gpu_memory=problem.cluster.gpu_memory * max(SHIFTS))
-    every = search(replace(problem, cluster=largest)).ranked
+    every = search(replace(problem, cluster=largest, modes=result.problem.modes)).ranked
     for factor in SHIFTS:
         fitting = rank(found for found in every if found.memory.peak <= problem.capacity * factor)
         shifts.append(_shift("memory", factor, result.best, tuple(fitting)))
