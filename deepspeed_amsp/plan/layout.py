@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 ALIGNMENT = 8
@@ -233,7 +234,7 @@ class BucketLayout:
         size = self.grid.sizes[len(prefix)]
         return tuple(self.held_range((*prefix, coordinate))[1] for coordinate in range(size))
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """All sections of one length: one ReduceScatter or AllGather serves the whole bucket."""
         return len({length for _, length in self.sections}) == 1
@@ -339,15 +340,13 @@ def _place(
     longest = max(used)
     pad = longest * owners.size <= padding_limit * sum(used)
     lengths = [longest] * owners.size if pad else used
-    sections, cursor = [], 0
-    for length in lengths:
-        sections.append((cursor, length))
-        cursor += length
-    slots, ends = [], [start for start, _ in sections]
+    ends = list(accumulate(lengths[:-1], initial=0))
+    sections = tuple(zip(ends, lengths, strict=True))
+    slots = []
     for piece, owner in zip(pieces, owner_of, strict=True):
         slots.append(Slot(piece, owner, ends[owner]))
         ends[owner] += piece.numel
-    return BucketLayout(index, tuple(slots), units, owners, tuple(sections))
+    return BucketLayout(index, tuple(slots), units, owners, sections)
 
 
 def renumber(layouts: Sequence[BucketLayout]) -> list[BucketLayout]:

@@ -78,8 +78,11 @@ class Geometry:
     @cached_property
     def owned(self) -> tuple[int, ...]:
         """By owner: elements whose optimizer states it has."""
-        numels = [[bucket.owned_numel(owner) for bucket in self.buckets] for owner in range(self.owners)]
-        return tuple(map(sum, numels))
+        numels = [0] * self.owners
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                numels[slot.owner] += slot.piece.numel
+        return tuple(numels)
 
     @cached_property
     def sections(self) -> tuple[int, ...]:

@@ -156,13 +156,21 @@ def buckets(model: ModelSpec, plan: Plan, train: TrainSpec) -> list[Bucket]:
     return made
 
 
-def distinct(sharding: Sharding, plans: Sequence[Plan]) -> list[Plan]:
+Traffic = tuple[tuple[Message, ...], ...]
+
+
+def traffic(plan: Plan, micro_batches: int) -> Traffic:
+    """What a plan sends, by the size of a unit or bucket: plans of equal traffic and factors of P take equal time."""
+    routes = Routes(plan)
+    stages = [routes.gather(1.0), routes.final(1.0), routes.publish(1.0), routes.publish(1.0, gathered=False)]
+    if micro_batches > 1:
+        stages.append(routes.partial(1.0))
+    return tuple(map(tuple, stages))
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
     """The plans of one sharding whose traffic differs, the first of every kind."""
-    seen: dict[tuple[tuple[Message, ...], ...], Plan] = {}
+    seen: dict[Traffic, Plan] = {}
     for plan in plans:
-        routes = Routes(plan)
-        key = tuple(tuple(stages) for stages in (routes.partial(1.0), routes.final(1.0), routes.publish(1.0)))
-        if sharding.s_g == sharding.s_p:
-            key = key[1:]
-        seen.setdefault(key, plan)
+        seen.setdefault(traffic(plan, micro_batches=2), plan)
     return list(seen.values())

@@ -31,7 +31,7 @@ from deepspeed_amsp.plan.memory import Memory, memory
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
-from deepspeed_amsp.plan.routes import distinct
+from deepspeed_amsp.plan.routes import Traffic, distinct, traffic
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, compute, step_time
 
@@ -91,7 +91,6 @@ class Modes:
         """One plan for every combination that sends something else; the simplest of equal ones."""
         combinations = product(self.hierarchical, self.reduce[::-1], self.publish)
         return distinct(
-            sharding,
             [
                 Plan(
                     sharding=sharding,
@@ -247,8 +246,9 @@ def _search(problem: Problem) -> Search:
     rejected: list[Rejected] = []
     for train in problem.trainings:
         times = problem.times(problem.part(train), problem.cluster, train)
+        known: dict[Traffic, StepTime] = {}
         for sharding in chosen:
-            found = _of_a_sharding(problem, sharding, train, times)
+            found = _of_a_sharding(problem, sharding, train, times, known)
             if isinstance(found, Rejected):
                 rejected.append(found)
             else:
@@ -257,13 +257,20 @@ def _search(problem: Problem) -> Search:
     return Search(problem, space(data_parallel, problem.gradients), tuple(rank(fitting)), tuple(rejected))
 
 
-def _of_a_sharding(problem: Problem, sharding: Sharding, train: TrainSpec, times: Compute) -> Evaluated | Rejected:
-    """With the modes in which it is fastest, of those in which it fits."""
+def _of_a_sharding(
+    problem: Problem, sharding: Sharding, train: TrainSpec, times: Compute, known: dict[Traffic, StepTime]
+) -> Evaluated | Rejected:
+    """With the modes in which it is fastest, of those in which it fits. ``known``: step times by traffic."""
     plans = problem.modes.plans(sharding)
     if problem.objective is Objective.COMM_TIME:
         plans = plans[:1]  # the paper's costs know no modes
     model = problem.part(train)
-    timed = [(step_time(model, plan, train, problem.profile, times), plan) for plan in plans]
+    timed = []
+    for plan in plans:
+        sent = traffic(plan, train.micro_batches)
+        if sent not in known:
+            known[sent] = step_time(model, plan, train, problem.profile, times)
+        timed.append((known[sent], plan))
     timed.sort(key=lambda entry: entry[0].seconds)
     fitting: list[Evaluated] = []
     needs: list[tuple[Plan, Memory]] = []
