@@ -259,6 +259,10 @@ def beside(search: Search, sharding: Sharding) -> str:
     for entry in every:
         if entry.plan.sharding == sharding:
             return f"P | G | OS = {factors(entry.plan)}: {reason(search, entry)}"
+    if sharding.s_p > 1 and all(train.optimizer.whole_tensors for train in search.problem.trainings):
+        return (
+            f"{sharding}: refused by the engine, since {search.problem.trainings[0].optimizer.name} needs tensors whole"
+        )
     return f"{sharding}: legal, but not searched (s_g is neither s_p nor s_os)"
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deepspeed_amsp.plan.activations import ActivationBytes, activation_bytes
-from deepspeed_amsp.plan.layout import ParamSpec, Piece
+from deepspeed_amsp.plan.layout import Piece
 from deepspeed_amsp.plan.owners import Geometry, geometry
 from deepspeed_amsp.plan.residency import KINDS, WIDE, Residency
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec, UnitSpec
+from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 P, G, MASTERS, MOMENTS = "P", "G", "masters", "moments"
 
@@ -131,44 +131,12 @@ class _Share(NamedTuple):
 def _shares(model: ModelSpec, train: TrainSpec) -> list[_Share]:
     """One share of every pipeline stage. A stage keeps as many micro-batches as there are stages from it to the end
     (one forward, one backward); the first has the embedding, the last has the head."""
-    pipeline, tensor = train.pipeline_parallel, train.tensor_parallel
-    if pipeline == tensor == 1:
-        return [_Share(model, 1, True)]
-    # Kept with the model, so that what is kept with its parts is found again.
-    known: dict[tuple[int, int], list[_Share]] = vars(model).setdefault("_shares", {})
-    key = pipeline, tensor
-    if key not in known:
-        shares = []
-        for number, units in enumerate(_stages(model, pipeline)):
-            if any(unit.numel for unit in units):
-                part = replace(model, units=tuple(_cut(unit, tensor) for unit in units))
-                shares.append(_Share(part, pipeline - number, number == pipeline - 1))
-        known[key] = shares
-    return [share._replace(in_flight=min(share.in_flight, train.micro_batches)) for share in known[key]]
-
-
-def _stages(model: ModelSpec, pipeline: int) -> list[list[UnitSpec]]:
-    """Units by pipeline stage: layers in equal runs, what stands before them in the first, the rest in the last."""
-    numbers = list(dict.fromkeys(unit.layer for unit in model.units if unit.layer is not None))
-    stage_of = {layer: position * pipeline // len(numbers) for position, layer in enumerate(numbers)}
-    stages: list[list[UnitSpec]] = [[] for _ in range(pipeline)]
-    stage = 0
-    for index, unit in enumerate(model.units):
-        if unit.layer is not None:
-            stage = stage_of[unit.layer]
-        elif numbers and all(later.layer is None for later in model.units[index:]):
-            stage = pipeline - 1
-        stages[stage].append(unit)
-    return stages
-
-
-def _cut(unit: UnitSpec, parts: int) -> UnitSpec:
-    """A tensor-parallel part: matrices are cut by rows, rounded up; every part has the vectors."""
-    params = tuple(
-        ParamSpec(param.name, (math.ceil(param.shape[0] / parts), *param.shape[1:])) if len(param.shape) > 1 else param
-        for param in unit.params
-    )
-    return replace(unit, params=params)
+    stages = model.stages(train.tensor_parallel, train.pipeline_parallel)
+    count = len(stages)
+    return [
+        _Share(stage, min(count - number, train.micro_batches), number == count - 1)
+        for number, stage in enumerate(stages)
+    ]
 
 
 def _formulas(

@@ -32,7 +32,7 @@ from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
 from deepspeed_amsp.plan.routes import Traffic, distinct, traffic
-from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
+from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, SpecError, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, compute, step_time
 
 TIE_SECONDS = 1e-3
@@ -245,9 +245,12 @@ def _search(problem: Problem) -> Search:
     fitting: list[Evaluated] = []
     rejected: list[Rejected] = []
     for train in problem.trainings:
+        permitted = [s for s in chosen if s.s_p == 1 or not train.optimizer.whole_tensors]
+        if not permitted:
+            raise SpecError(f"training: {train.optimizer.name} needs tensors whole, so parameters cannot be sharded.")
         times = problem.times(problem.part(train), problem.cluster, train)
         known: dict[Traffic, StepTime] = {}
-        for sharding in chosen:
+        for sharding in permitted:
             found = _of_a_sharding(problem, sharding, train, times, known)
             if isinstance(found, Rejected):
                 rejected.append(found)
@@ -327,5 +330,9 @@ def fell(result: Search) -> dict[str, int]:
     """How many triples each filter took out, and how many of the searched shardings did not fit."""
     counts: Counter[str] = Counter(result.space.broken)
     counts["s_g in between"] = result.space.ordered - result.space.searched
+    whole = all(train.optimizer.whole_tensors for train in result.problem.trainings)
+    if whole and result.problem.shardings is None:
+        every = enumerate_shardings(result.problem.data_parallel, result.problem.gradients)
+        counts["whole tensors"] = sum(sharding.s_p > 1 for sharding in every)
     counts["memory"] = len({str(entry.plan.sharding) for entry in result.rejected})
     return {name: count for name, count in counts.items() if count}

@@ -116,39 +116,53 @@ class ModelSpec:
                 found.setdefault(unit.layer, []).append(index)
         return {layer: range(members[0], members[-1] + 1) for layer, members in found.items()}
 
-    def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
-        """What one GPU of a replica has: the layers of the fullest pipeline stage, rows cut evenly.
+    def stages(self, tensor_parallel: int, pipeline_parallel: int) -> tuple[ModelSpec, ...]:
+        """What one GPU of each pipeline stage has: layers in equal runs, what stands before them in the first, the
+        rest in the last; of these, a tensor-parallel part. Made once, so that what is kept with a part is found again.
 
-        That stage is the first, which has the embedding; with one stage, everything. Activations that were measured
-        on a whole layer do not hold for a part of it, so those of a tensor-parallel part are dropped.
+        Activations stay those of a whole layer: who uses them divides (`activations.activation_bytes`).
 
         Raises:
             SpecError: more stages than layers.
         """
         if tensor_parallel == pipeline_parallel == 1:
-            return self
+            return (self,)
         if pipeline_parallel > max(self.layers, 1):
             raise SpecError(f"training: pipeline_parallel = {pipeline_parallel} for {self.layers} layers.")
-        here = range(-(-self.layers // pipeline_parallel) if pipeline_parallel > 1 else self.layers)
-        last = max((index for index, unit in enumerate(self.units) if unit.layer is not None), default=0)
-        units = [
-            unit
-            for index, unit in enumerate(self.units)
-            if (unit.layer in here if unit.layer is not None else pipeline_parallel == 1 or index < last)
-        ]
-        return replace(
-            self,
-            units=tuple(_cut(unit, tensor_parallel) for unit in units),
-            activations=self.activations if tensor_parallel == 1 else (),
-        )
+        known: dict[tuple[int, int], tuple[ModelSpec, ...]] = vars(self).setdefault("_stages", {})
+        key = tensor_parallel, pipeline_parallel
+        if key not in known:
+            runs = [[_cut(unit, tensor_parallel) for unit in run] for run in _runs(self, pipeline_parallel)]
+            known[key] = tuple(replace(self, units=tuple(run)) for run in runs)
+        return known[key]
+
+    def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
+        """The stage with most elements, whose communication decides. Raises as `stages`."""
+        return max(self.stages(tensor_parallel, pipeline_parallel), key=lambda stage: stage.numel)
 
     def forward_flops(self, sequence: int, micro_batch: int) -> float:
         """FLOPs of a forward pass over micro_batch sequences."""
         return sum(unit.forward_flops(sequence, micro_batch) for unit in self.units)
 
 
+def _runs(model: ModelSpec, pipeline: int) -> list[list[UnitSpec]]:
+    """Units by pipeline stage."""
+    numbers = list(model.ranges)
+    stage_of = {layer: position * pipeline // len(numbers) for position, layer in enumerate(numbers)}
+    runs: list[list[UnitSpec]] = [[] for _ in range(pipeline)]
+    last = max((units[-1] for units in model.ranges.values()), default=-1)
+    stage = 0
+    for index, unit in enumerate(model.units):
+        if unit.layer is not None:
+            stage = stage_of[unit.layer]
+        elif numbers and index > last:
+            stage = pipeline - 1
+        runs[stage].append(unit)
+    return runs
+
+
 def _cut(unit: UnitSpec, parts: int) -> UnitSpec:
-    """One of ``parts`` of a unit: matrices by rows, vectors whole, as tensor parallelism has norms."""
+    """One of ``parts`` of a unit: matrices by rows, rounded up; vectors whole, as tensor parallelism has norms."""
     params = tuple(
         ParamSpec(param.name, (-(-param.shape[0] // parts), *param.shape[1:])) if len(param.shape) > 1 else param
         for param in unit.params

@@ -209,6 +209,34 @@ def test_modes_that_send_the_same_are_one_plan() -> None:
     assert len(Modes().plans(Sharding(one, one, ShardFactor(4, 1), ShardFactor(4, 1)))) == 4
 
 
+def test_an_optimizer_that_needs_tensors_whole_gets_whole_parameters() -> None:
+    train = TrainSpec(sequence=128, optimizer=OPTIMIZERS["muon"])
+    found = search(replace(problem(), trainings=(train,)))
+    assert found.ranked and all(plan.plan.sharding.s_p == 1 for plan in found.ranked + found.rejected)
+    refused = found.space.searched - len(found.ranked) - len(found.rejected)
+    assert (
+        fell(found)["whole tensors"] == refused == 9
+    )  # (2,4,8) by (2,4,8): 3 equal, 3 ordered pairs with two s_g each
+    with pytest.raises(SpecError, match="muon needs tensors whole"):
+        search(replace(problem(), trainings=(train,), shardings=(_zero3(),)))
+
+
+def test_other_parallelism_takes_its_part_once() -> None:
+    """Half of every matrix and half of the layers: with 2 x 2 GPUs a replica, a quarter of the layers' elements."""
+    halves = MODEL.part(2, 1)
+    assert halves.numel * 2 == MODEL.numel
+    assert halves.forward_flops(8, 1) * 2 == MODEL.forward_flops(8, 1)
+    first, last = MODEL.stages(1, 2)
+    assert first.numel + last.numel == MODEL.numel
+    assert [unit.name for unit in first.units] == ["m0", "m1", "m2"]
+    train = TrainSpec(sequence=128, tensor_parallel=2, pipeline_parallel=2)
+    asked = replace(problem(nodes=2, gpus=4), trainings=(train,))
+    assert asked.data_parallel == ShardFactor(2, 1)
+    best = search(asked).best
+    assert best is not None
+    assert best.plan.sharding.s_dp == 2
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------
 
 
