@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_amsp.partition.params import find_units
+from deepspeed_amsp.plan.models import read_config
 from deepspeed_amsp.plan.specs import Activations, ModelSpec, SpecError, UnitSpec
 
 Batch = Callable[[int], Any]
@@ -62,6 +63,28 @@ def probe_factory(name: str, sequences: tuple[int, ...] = SEQUENCES) -> Probed:
         return Probed(
             spec, f"{name}: its forward and backward could not be run ({type(error).__name__}: {reason}); estimated."
         )
+    return Probed(replace(spec, activations=figures), None)
+
+
+def probe_config(path: str, sequences: tuple[int, ...] = SEQUENCES) -> Probed:
+    """The spec of a Hugging Face config.json, with activations of transformers' own model of it.
+
+    Raises:
+        SpecError: the file is no config, or transformers is missing or cannot build its model.
+    """
+    spec = read_config(path)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise SpecError(f"{path}: --probe builds its model with transformers, which is not installed.") from error
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        module.config.use_cache = False  # what generation keeps is no activation of training
+        figures = probe(module, None, sequences)
+    except Exception as error:  # noqa: BLE001 - any version of transformers runs here, and a plan can do without
+        reason = " ".join(str(error).split())[:200]
+        return Probed(spec, f"{path}: its model could not be run ({type(error).__name__}: {reason}); estimated.")
     return Probed(replace(spec, activations=figures), None)
 
 

@@ -151,6 +151,15 @@ def test_the_plan_is_pure() -> None:
             assert module.split(".")[0] not in ("torch", "deepspeed"), f"{path.name} imports {module}"
 
 
+def test_planning_starts_at_once() -> None:
+    """Nothing that takes long to import is imported with plan/: no torch, no DeepSpeed, no pydantic, no plots."""
+    modules = ", ".join(f"deepspeed_amsp.plan.{path.stem}" for path in PACKAGE.joinpath("plan").glob("[a-z]*.py"))
+    heavy = "{'torch', 'deepspeed', 'pydantic', 'numpy', 'matplotlib', 'rich', 'typer'}"
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_files_stay_readable() -> None:
     for path in FILES:
         lines = len(path.read_text(encoding="utf-8").splitlines())

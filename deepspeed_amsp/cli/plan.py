@@ -52,6 +52,7 @@ Text = str | None
 MODEL_HELP = "llama-7b, -13b, -30b, -65b; the path of a Hugging Face config.json; or module:factory."
 BATCH_HELP = "Tokens of a step on all GPUs; one micro-batch a GPU by default."
 PROFILE_HELP = "What collectives take: a800-hdr, a100-hdr, h100-ndr, or a file [a800-hdr]."
+PROBE_HELP = "Measure a config.json's activations on fake tensors (torch, transformers)."
 OBJECTIVE_HELP = "step-time, overlap included, or comm-time, the paper's T_comm [step-time]."
 CONFIG_HELP = "A ds_config: batch, optimizer, buffers and block are taken from it."
 
@@ -67,6 +68,7 @@ def plan(
     profile: Annotated[Text, _option("P", PROFILE_HELP)] = None,
     objective: Annotated[Text, _option("WHAT", OBJECTIVE_HELP)] = None,
     optimizer: Annotated[Text, _option("NAME", "adamw, lion, adam8bit, adafactor, muon, sgd [adamw].")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help=PROBE_HELP)] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in the backward.")] = False,
     grad_dtype: Annotated[Text, _option("DTYPE", "Of resting gradients: bf16, fp16, fp32 [bf16].")] = None,
     tp: Annotated[Text, _option("GPUS", "GPUs of tensor parallelism, within a node [1].")] = None,
@@ -102,7 +104,7 @@ def plan(
         fail("plan", "--json and --markdown exclude each other", BAD_INPUT)
     if plot is not None and plot.suffix.lower() != ".png":
         fail("plan", f"--plot writes PNG: name a file that ends in .png, not {plot}", BAD_INPUT)
-    outcome = _checked(lambda: _answer(given, recompute, config, hostfile, sharding, write))
+    outcome = _checked(lambda: _answer(given, recompute, probe, config, hostfile, sharding, write))
     if outcome.search.best is not None:
         if write is not None:
             _checked(lambda: _write(outcome, write))
@@ -170,7 +172,13 @@ def _checked(action: Callable[[], Any]) -> Any:
 
 
 def _answer(
-    given: dict[str, str], recompute: bool, config: Path | None, hostfile: Path | None, named: Text, write: Path | None
+    given: dict[str, str],
+    recompute: bool,
+    probe: bool,
+    config: Path | None,
+    hostfile: Path | None,
+    named: Text,
+    write: Path | None,
 ) -> Outcome:
     """Read what was given, and search. Files that will be needed later are looked at first."""
     from deepspeed_amsp.cli.plan_inputs import FromConfig, from_config, read_existing
@@ -181,6 +189,8 @@ def _answer(
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
     read = from_config(config) if config is not None else FromConfig()
     request = _request(given, recompute, read, hostfile)
+    if probe:
+        request = replace(request, model=_measured(str(request.model)))
     problem = request.problem()
     if "global_batch_tokens" not in given:
         problem = replace(problem, trainings=_batch_of(read, problem.trainings, problem.data_parallel))
@@ -247,6 +257,23 @@ def _named(text: Text, read: FromConfig, data_parallel: ShardFactor) -> Sharding
     if read.block is None or read.block.sharding == "search":
         return None
     return resolve_sharding(read.block, data_parallel.size, data_parallel.s0)
+
+
+def _measured(name: str) -> ModelSpec:
+    """What ``--probe`` makes of a model."""
+    from deepspeed_amsp.plan.api import RequestError
+    from deepspeed_amsp.plan.models import PAPER_MODELS
+
+    if name in PAPER_MODELS:
+        raise RequestError("probe", f"the activations of {name} are measured figures already; leave the option out.")
+    if ":" in name and not Path(name).exists():
+        return _probe(name)
+    from deepspeed_amsp.probe import probe_config
+
+    probed = probe_config(name)
+    if probed.warning:
+        typer.echo(f"amsp plan: warning: {probed.warning}", err=True)
+    return probed.model
 
 
 def _probe(name: str) -> ModelSpec:

@@ -1,8 +1,8 @@
 """The paper's own planning problem, so that its Table IV can be asked for (arXiv 2311.00257, sections IV and VI).
 
 The paper does not say at which scale, with which activations and temporary memory it planned. The assumptions here
-are the set under which its answers come out, at the smallest scale that a model fits on (8, 8 and 32 GPUs); at 1024
-GPUs they are not the optimum of its objective under any assumptions that were tried.
+are a set under which its answers come out, at the smallest scale on which they are legal and fit (8, 8 and 32 GPUs); at
+1024 GPUs they are not the optimum of its objective under any assumptions that were tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLE_IV: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = 
 """(s0, s1) of parameters, gradients and optimizer states: the rows of AMSP."""
 
 SMALLEST_NODES = {"llama-7b": 1, "llama-13b": 1, "llama-30b": 4}
-"""Nodes of 8 GPUs on which a model just fits, where the paper's answer is the optimum."""
+"""The fewest nodes of 8 GPUs on which a row of Table IV is legal and fits; there it is the optimum."""
 
 CAPACITY = 78 * GB
 """Bytes of an 80 GB GPU left to a job by its runtime. Table IV comes out from 76.2 to 79.2 GB, which is where the

@@ -225,6 +225,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--model", "{folder}/text", "--nodes", "1"], "is not JSON"),
     (["--model", "{folder}/list", "--nodes", "1"], "is not the config of a model"),
     (["--model", "no_module_of_that_name:make", "--nodes", "1"], "cannot be imported"),
+    (["--model", "llama-7b", "--nodes", "1", "--probe"], "--probe: the activations of llama-7b are measured"),
     (["--nodes", "0"], "--nodes: must be a whole number of at least 1, not 0"),
     (["--nodes", "two"], "--nodes: must be a whole number, not 'two'"),
     (["--gpus-per-node", "0"], "--gpus-per-node: must be a whole number of at least 1"),
