@@ -23,7 +23,7 @@ PLANTED: list[tuple[str, Callable[[], Any], str, str]] = [
     ("7b", partial(planted.no_wait, "publish"), "read in flight", "broadcast"),
     ("7b", partial(planted.no_wait, "grad_reduce"), "freed in flight", "reduce"),
     ("7b-all_reduce", partial(planted.no_wait, "grad_reduce"), "freed in flight", "all_reduce"),
-    ("7b-all_reduce", partial(planted.no_wait, "publish"), "read in flight", "all_gather"),
+    ("7b-all_reduce", partial(planted.no_wait, "publish"), "read in flight", "broadcast"),
     ("13b", partial(planted.no_wait, "gather"), "read in flight", "all_gather"),
     ("30b", partial(planted.no_wait, "gather"), "read in flight", "all_gather"),
     ("13b", partial(planted.no_wait, "param_reduce"), "read in flight", "reduce_scatter"),
