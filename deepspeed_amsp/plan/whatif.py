@@ -103,7 +103,8 @@ def sensitivity_table(shifts: tuple[Shift, ...]) -> Table:
 
 @dataclass(frozen=True)
 class Rival:
-    """A known strategy on some GPUs. slower: by which part than the best plan; missing: bytes, where it cannot run."""
+    """A known strategy on some GPUs. slower: by which part than the best plan; missing: bytes, where it does not fit;
+    neither where the optimizer does not permit it."""
 
     name: str
     slower: float | None
@@ -157,7 +158,8 @@ def _rival(problem: Problem, found: Search, name: str) -> Rival:
     times = [entry.objective for entry in found.ranked if entry.plan.sharding == sharding]
     if times and found.best is not None:
         return Rival(name, min(times) / found.best.objective - 1 if found.best.objective else 0.0, None)
-    return Rival(name, None, min(entry.missing for entry in found.rejected if entry.plan.sharding == sharding))
+    missing = (entry.missing for entry in found.rejected if entry.plan.sharding == sharding)
+    return Rival(name, None, min(missing, default=None))
 
 
 def crossover_table(scales: tuple[Scale, ...]) -> Table:
@@ -190,7 +192,7 @@ def crossover_table(scales: tuple[Scale, ...]) -> Table:
 
 def _beside(rival: Rival) -> str:
     if rival.slower is None:
-        return f"needs {size(rival.missing or 0)} more"
+        return "needs tensors cut" if rival.missing is None else f"needs {size(rival.missing)} more"
     return percent(max(rival.slower, 0.0), signed=True)
 
 

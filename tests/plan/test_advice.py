@@ -12,7 +12,7 @@ from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.solver import Problem, Search, search, smallest_need
 from deepspeed_amsp.plan.specs import OPTIMIZERS, TrainSpec
 from deepspeed_amsp.plan.whatif import crossover, crossover_table, sensitivity, sensitivity_table
-from tests.plan.planning import small_problem
+from tests.plan.planning import measured_problem, small_problem
 
 HEAVY = TrainSpec(sequence=256, micro_batch=8, micro_batches=2, gradient_bytes=4)
 
@@ -183,3 +183,20 @@ def test_strategies_that_do_not_fit_say_what_they_miss(fits: Search) -> None:
     rival = next(r for r in scale.rivals if r.name == "ddp")
     assert rival.slower is None and rival.missing == pytest.approx(50e6, rel=0.2)
     assert f"needs {size(rival.missing or 0)} more" in crossover_table((scale,)).rows[0]
+
+
+def test_whole_tensors_have_advice_and_a_crossover_too() -> None:
+    """Their optimizers rule out zero3 and mics; that is no error, and no rival either."""
+    muon = TrainSpec(sequence=256, micro_batches=4, optimizer=OPTIMIZERS["muon"])
+    result = just_too_small(muon, 0.9)
+    found = remedies(result)
+    assert any(remedy.option.startswith("--nodes") for remedy in found), remedies_table(found).rows
+    scales = crossover(search(small_problem(train=muon)), most=16)
+    refused = {rival.name for scale in scales for rival in scale.rivals if rival.slower is rival.missing is None}
+    assert refused == {"zero3", "mics"}
+    assert "needs tensors cut" in {cell for row in crossover_table(scales).rows for cell in row}
+
+
+def test_nodes_that_were_not_measured_are_no_advice() -> None:
+    problem = measured_problem(memory=1e6)
+    assert not any("--nodes" in remedy.option for remedy in remedies(search(problem)))
