@@ -9,7 +9,9 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,7 +112,9 @@ def plan(
             _checked(lambda: _write(outcome, write))
         if plot is not None:
             _checked(lambda: _draw(outcome.search, plot))
-    report = _report(outcome, everything, sensitivity, crossover)
+    report = _checked(lambda: _report(outcome, everything, sensitivity, crossover))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what the locale has not
     if as_json:
         print(json.dumps(report.values, indent=1, allow_nan=False))
     else:
@@ -184,6 +188,8 @@ def _answer(
     from deepspeed_amsp.cli.plan_inputs import FromConfig, from_config, read_existing
     from deepspeed_amsp.plan.solver import search
 
+    if write is not None and write.exists() and not write.is_file():
+        raise OSError(f"--write: {write} is not a file")
     existing = read_existing(write, exact=True) if write is not None and write.exists() else None
     if write is not None and not write.absolute().parent.is_dir():
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
@@ -264,7 +270,7 @@ def _measured(name: str) -> ModelSpec:
     from deepspeed_amsp.plan.api import RequestError
     from deepspeed_amsp.plan.models import PAPER_MODELS
 
-    if name in PAPER_MODELS:
+    if name.lower() in PAPER_MODELS:
         raise RequestError("probe", f"the activations of {name} are measured figures already; leave the option out.")
     if ":" in name and not Path(name).exists():
         return _probe(name)
@@ -278,8 +284,6 @@ def _measured(name: str) -> ModelSpec:
 
 def _probe(name: str) -> ModelSpec:
     """A module of the user's, which needs torch; modules of the folder that one is in are found."""
-    import sys
-
     from deepspeed_amsp.probe import probe_factory
 
     sys.path.insert(0, str(Path.cwd()))
@@ -299,14 +303,18 @@ def _write(outcome: Outcome, path: Path) -> None:
         values = new_config(best.plan, best.train)
     else:
         values = merged(outcome.existing, best.plan, best.train)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    target = path.resolve()  # a link stays one
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         beside.write_text(compact(json.dumps(values, indent=2)) + "\n", encoding="utf-8")
-        if path.exists():
-            shutil.copymode(path, beside)
-        beside.replace(path)
+        if target.exists():
+            shutil.copymode(target, beside)
+        beside.replace(target)
+    except OSError as error:
+        raise OSError(f"--write: cannot write {path}: {error.strerror}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def _draw(search: Search, path: Path) -> None:
@@ -351,4 +359,5 @@ def _report(outcome: Outcome, everything: bool, sensitive: bool, crossing: bool)
 
 def compact(text: str) -> str:
     """JSON with pairs of numbers on one line."""
-    return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)
+    # With line breaks, which a string cannot have.
+    return re.sub(r"\[\n\s*(\d+),\n\s*(\d+)\n\s*\]", r"[\1, \2]", text)

@@ -136,7 +136,7 @@ def read_hostfile(path: Path) -> tuple[int, int]:
             continue
         host, *rest = words
         count = rest[0].removeprefix("slots=") if len(rest) == 1 and rest[0].startswith("slots=") else ""
-        if not count.isdigit() or int(count) < 1:
+        if not count.isdecimal() or int(count) < 1:
             raise InputError(f"hostfile {path}, line {number}: {line.strip()!r} is not of the form 'host slots=8'")
         if host in slots:
             raise InputError(f"hostfile {path}, line {number}: {host} stands there twice")

@@ -30,6 +30,13 @@ LARGEST_GPU_GB = 2_000
 """More than any GPU has, less than the MB of the smallest: what is above was not meant in GB."""
 
 
+MOST_GPUS = 1_000_000
+"""Above, finding the divisors alone takes long; no cluster has so many."""
+
+LARGEST_COUNT = 10**15
+"""Of anything else that is counted."""
+
+
 class RequestError(SpecError):
     """An argument that makes no sense. ``argument`` is its name in `plan`, ``reason`` what is wrong with it."""
 
@@ -150,6 +157,8 @@ class Request:
         gpus = profile.gpus_per_node if self.gpus_per_node is None else self.gpus_per_node
         for name, value in (("nodes", self.nodes), ("gpus_per_node", gpus)):
             _whole(name, value)
+        if self.nodes * gpus > MOST_GPUS:
+            raise RequestError("nodes", f"{self.nodes} x {gpus} GPUs are more than {MOST_GPUS:,}.")
         if self.gpu_memory is not None:
             memory = memory_bytes("gpu_memory", self.gpu_memory)
         elif profile.gpu_memory is not None:
@@ -195,6 +204,8 @@ class Request:
 def _whole(name: str, value: object, otherwise: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestError(name, f"must be a whole number of at least 1{otherwise}, not {value!r}.")
+    if value > LARGEST_COUNT:
+        raise RequestError(name, f"must be at most {LARGEST_COUNT:.0e}, not {value:.3e}.")
     return value
 
 
@@ -262,7 +273,7 @@ def parse_sharding(text: str, data_parallel: ShardFactor) -> Sharding:
         RequestError: no such name, or no three factors.
     """
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1 and not parts[0][:1].isdigit():
+    if len(parts) == 1 and not parts[0][:1].isdecimal():
         return preset(choice("sharding", parts[0], PRESETS), data_parallel)
     if len(parts) != 3:
         raise RequestError("sharding", f"{text!r} is neither a name nor three factors such as 1x1,1x1,8x1.")
@@ -272,7 +283,7 @@ def parse_sharding(text: str, data_parallel: ShardFactor) -> Sharding:
 
 def _factor(text: str, data_parallel: ShardFactor) -> ShardFactor:
     numbers = text.split("x")
-    if not all(number.isdigit() for number in numbers) or len(numbers) > 2:
+    if not all(number.isdecimal() for number in numbers) or len(numbers) > 2:
         raise RequestError("sharding", f"{text!r} is no factor; write GPUs in a node x nodes, such as 8x1.")
     if len(numbers) == 1:
         return ShardFactor.fill(int(text), data_parallel.s0)

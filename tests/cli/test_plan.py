@@ -187,6 +187,22 @@ def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> N
     assert written["zero_optimization"] == {"stage": found["best"]["stage"], "reduce_bucket_size": 1000000}
 
 
+def test_a_written_file_keeps_its_link_its_strings_and_its_name(model: str, tmp_path: Path) -> None:
+    path, link = tmp_path / "ds_config.json", tmp_path / "link.json"
+    path.write_text(json.dumps({"note": "use [ 4, 8 ] here"}))
+    link.symlink_to(path)
+    answer("--model", model, *JOB, "--write", str(link))
+    assert link.is_symlink() and json.loads(path.read_text())["note"] == "use [ 4, 8 ] here"
+
+
+def test_a_locale_without_the_letters_of_a_name(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m\u00fcnchen"
+    folder.mkdir()
+    (folder / "config.json").write_text(Path(model).read_text())
+    done = CliRunner(charset="ascii").invoke(app, ["plan", "--model", str(folder), *JOB])
+    assert done.exit_code == 0 and "m\\xfcnchen" in done.stdout
+
+
 def test_an_option_goes_before_the_files(model: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}')
@@ -270,19 +286,31 @@ WRONG: list[tuple[list[str], str]] = [
     (["--nods", "2"], "No such option: --nods"),
     (["--nodes"], "requires an argument"),
     (["more"], "unexpected extra argument"),
+    (["--nodes", "1000000007"], "--nodes: 1000000007 x 8 GPUs are more than 1,000,000"),
+    (["--seq-len", "9" * 40], "--seq-len: must be at most 1e+15, not 1.000e+40"),
+    (["--sharding", "1,1,\u00b2"], "is no factor"),
+    (["--hostfile", "{folder}/squared"], "line 1"),
+    (["--write", "{folder}"], "--write: {folder} is not a file"),
+    (["--model", "broken_at_import:make", "--nodes", "1"], "cannot be imported: ZeroDivisionError: division by zero"),
+    (["--model", "LLaMA-7B", "--nodes", "1", "--probe"], "--probe: the activations of LLaMA-7B are measured"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "says"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], says: str, model: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], says: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     files = {
         "text": "not JSON", "list": "[1]", "empty.json": "", "cut.json": '{"version": 1, "na',
         "uneven": "a slots=4\nb slots=8\n", "twice": "a slots=4\na slots=4\n",
+        "squared": "a slots=\u00b2\n", "broken_at_import.py": "1 / 0\n",
         "block.json": '{"amsp": {"sharding": "zero9"}}', "optimizer.json": '{"optimizer": {"type": "OneBitAdam"}}',
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     filled = [part.format(model=model, folder=tmp_path) for part in arguments]
+    monkeypatch.chdir(tmp_path)
     if arguments not in (WRONG[0][0], WRONG[1][0]):
         for option, value in (("--model", model), ("--nodes", "1")):
             filled = [option, value, *filled] if option not in filled else filled
