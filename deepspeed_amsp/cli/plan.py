@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from deepspeed_amsp.plan.api import Request
     from deepspeed_amsp.plan.factors import ShardFactor, Sharding
     from deepspeed_amsp.plan.report import Table
-    from deepspeed_amsp.plan.solver import Search
-    from deepspeed_amsp.plan.specs import ModelSpec
+    from deepspeed_amsp.plan.solver import Problem, Search
+    from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 BAD_INPUT, NOTHING_FITS = 1, 2
 
@@ -198,8 +198,8 @@ def _answer(
     if probe:
         request = replace(request, model=_measured(str(request.model)))
     problem = request.problem()
-    if "global_batch_tokens" not in given:
-        problem = replace(problem, trainings=_batch_of(read, problem.trainings, problem.data_parallel))
+    if request.global_batch_tokens is None:
+        problem = replace(problem, trainings=(_batch_of(read, given, problem),))
     compared = _named(named, read, problem.data_parallel)
     return Outcome(search(problem), compared, existing)
 
@@ -229,28 +229,41 @@ def _request(given: dict[str, str], recompute: bool, read: FromConfig, hostfile:
         except ValueError as error:
             number = "a whole number" if kind is int else "a number"
             raise RequestError(name, f"must be {number}, not {text!r}.") from error
+    if values.get("micro_batch") == AUTO and read.sequences is not None and "seq_len" in values:
+        values.setdefault("global_batch_tokens", read.sequences * values["seq_len"])
     for name, example in (("model", "llama-7b"), ("nodes", "16")):
         if name not in values:
             raise RequestError(name, f"is needed, for example --{name} {example}")
     return Request(**values, recompute=recompute, modes=read.modes, factory=_probe)
 
 
-def _batch_of(read: FromConfig, trainings: Any, data_parallel: ShardFactor) -> Any:
-    """M as the ds_config has it: gradient_accumulation_steps, or what train_batch_size leaves."""
+def _batch_of(read: FromConfig, given: dict[str, str], problem: Problem) -> TrainSpec:
+    """Micro-batch and M as DeepSpeed has them from the ds_config: two of its three numbers give the third.
+
+    With a micro-batch of the command line, M is what train_batch_size leaves.
+    """
     from deepspeed_amsp.plan.api import RequestError
 
-    (train,) = trainings
-    if read.accumulation is not None:
-        return (replace(train, micro_batches=read.accumulation),)
+    (train,), replicas = problem.trainings, problem.data_parallel.size
     if read.sequences is None:
-        return trainings
-    at_once = train.micro_batch * data_parallel.size
-    if read.sequences % at_once:
+        return replace(train, micro_batches=read.accumulation or 1)
+    known = "micro_batch" in read.values or "micro_batch" in given
+    factor = train.micro_batch if known else read.accumulation or 1
+    if read.sequences % (factor * replicas):
+        what = f"micro-batches of {factor}" if known else f"gradient_accumulation_steps {factor}"
         raise RequestError(
-            "config", f"train_batch_size {read.sequences} is no multiple of {at_once}, what {data_parallel.size} "
-            f"replicas take at once."
+            "config", f"train_batch_size {read.sequences} is no multiple of {factor * replicas}: {what} on {replicas} "
+            f"replicas."
         )  # fmt: skip
-    return (replace(train, micro_batches=read.sequences // at_once),)
+    rest = read.sequences // (factor * replicas)
+    if not known:
+        return replace(train, micro_batch=rest, micro_batches=factor)
+    if read.accumulation not in (None, rest) and "micro_batch" not in given:
+        raise RequestError(
+            "config", f"train_batch_size {read.sequences} is not micro-batch {factor} x gradient_accumulation_steps "
+            f"{read.accumulation} x {replicas} replicas."
+        )  # fmt: skip
+    return replace(train, micro_batches=rest)
 
 
 def _named(text: Text, read: FromConfig, data_parallel: ShardFactor) -> Sharding | None:

@@ -100,6 +100,7 @@ class Request:
     optimizer: str = "adamw"
     recompute: bool = False
     grad_dtype: str = "bf16"
+    parameter_bytes: int = 2
     gradient_clipping: bool = True
     tp: int = 1
     pp: int = 1
@@ -182,6 +183,7 @@ class Request:
             micro_batch=size,
             recompute=self.recompute,
             optimizer=OPTIMIZERS[choice("optimizer", self.optimizer, OPTIMIZERS)],
+            parameter_bytes=self.parameter_bytes,
             gradient_bytes=GRADIENT_BYTES[choice("grad_dtype", self.grad_dtype, GRADIENT_BYTES)],
             gradient_clipping=self.gradient_clipping,
             tensor_parallel=self.tp,

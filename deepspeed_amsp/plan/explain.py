@@ -87,7 +87,8 @@ def overview(search: Search) -> tuple[str, ...]:
         f"cluster: {cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {size(cluster.gpu_memory)}{margin}; "
         f"compute at {percent(cluster.efficiency)} of {cluster.peak_flops / 1e12:.0f} TFLOP/s",
         f"training: sequences of {train.sequence}, {batch}, {batch_tokens(search, train):,} tokens a step, "
-        f"{train.optimizer.name}, gradients rest in {train.gradient_bytes} bytes, "
+        f"{train.optimizer.name}, parameters in {train.parameter_bytes} bytes, gradients rest in "
+        f"{train.gradient_bytes}, "
         f"recomputation {'on' if train.recompute else 'off'}{parallel}",
         f"profile: {p.profile.name} ({p.profile.kind}){f': {p.profile.notes}' if p.profile.notes else ''}",
     ]

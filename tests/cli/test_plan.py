@@ -166,6 +166,7 @@ def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> N
     hosts.write_text("# two\nnode1 slots=4\n\nnode2 slots=4  # the other\n")
     config = {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
         "optimizer": {"type": "Lion", "params": {"lr": 0.5}}, "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000000},
         "amsp": {"sharding": "zero3", "verify_every": 5, "memory_limit_gb": 30, "overlap": {"publish": False}},
@@ -185,6 +186,58 @@ def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> N
     assert written["amsp"]["verify_every"] == 5 and written["amsp"]["overlap"]["publish"] is False
     assert written["amsp"]["bucket_bytes"] == 2_000_000
     assert written["zero_optimization"] == {"stage": found["best"]["stage"], "reduce_bucket_size": 1000000}
+
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCHES: list[tuple[tuple[Any, Any, Any], list[str], tuple[int, int] | str]] = [
+    ((64, None, 2), [], (4, 2)),
+    ((64, 2, None), [], (2, 4)),
+    ((None, 2, 3), [], (2, 3)),
+    ((64, None, None), [], (8, 1)),
+    ((64, "auto", "auto"), [], (8, 1)),
+    ((64, 4, 2), [], (4, 2)),
+    ((64, 4, 2), ["--micro-batch", "2"], (2, 4)),
+    ((64, 4, 3), [], "train_batch_size 64 is not micro-batch 4 x gradient_accumulation_steps 3 x 8 replicas"),
+    ((60, None, 2), [], "train_batch_size 60 is no multiple of 16: gradient_accumulation_steps 2 on 8 replicas"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "options", "right"), BATCHES)
+def test_two_numbers_of_a_batch_give_the_third(
+    numbers: tuple[Any, ...], options: list[str], right: tuple[int, int] | str, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    given = {key: value for key, value in zip(BATCH, numbers, strict=True) if value is not None}
+    path.write_text(json.dumps({"bf16": {"enabled": "auto"}, **given}))
+    job = ["--model", model, *JOB[:6], "--config", str(path), *options]
+    if isinstance(right, str):
+        code, _, err = amsp(*job)
+        assert code == 1 and right in err
+        return
+    (train,) = answer(*job)["trainings"]
+    assert (train["micro_batch"], train["micro_batches"]) == right
+
+
+def test_without_a_16_bit_section_a_config_trains_in_fp32(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": False}}))
+    found = answer("--model", model, *JOB, "--config", str(path))
+    (train,) = found["trainings"]
+    assert (train["parameter_bytes"], train["gradient_bytes"]) == (4, 4)
+    assert found["ds_config"]["amsp"]["bucket_bytes"] == 4000
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["written only", "read too"])
+def test_nothing_in_an_existing_config_contradicts_the_plan(read: bool, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    block = {"enabled": read, "overlap": {"gather": True}, "keep_after_forward": "all", "verify_every": 3}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "overlap_comm": False}, "amsp": block}))
+    answer("--model", model, *JOB, *(["--config", str(path)] if read else []), "--write", str(path))
+    written = json.loads(path.read_text())["amsp"]
+    others = dict.fromkeys(("reduce_scatter", "all_reduce", "publish"), not read)
+    assert written["overlap"] == {"gather": True, **others}
+    assert (written["enabled"], written["verify_every"]) == (True, 3)
+    assert written["keep_after_forward"] == ("all" if read else "none")
 
 
 def test_a_written_file_keeps_its_link_its_strings_and_its_name(model: str, tmp_path: Path) -> None:
