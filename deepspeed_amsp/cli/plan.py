@@ -56,6 +56,7 @@ BATCH_HELP = "Tokens of a step on all GPUs; one micro-batch a GPU by default."
 PROFILE_HELP = "What collectives take: a800-hdr, a100-hdr, h100-ndr, or a file [a800-hdr]."
 PROBE_HELP = "Measure a config.json's activations on fake tensors (torch, transformers)."
 OBJECTIVE_HELP = "step-time, overlap included, or comm-time, the paper's T_comm [step-time]."
+EXTRAPOLATE_HELP = "Let a measured profile answer for groups that it did not measure, such as more nodes."
 CONFIG_HELP = "A ds_config: batch, optimizer, buffers and block are taken from it."
 
 
@@ -77,6 +78,7 @@ def plan(
     pp: Annotated[Text, _option("STAGES", "Stages of pipeline parallelism, which take whole nodes [1].")] = None,
     margin: Annotated[Text, _option("PART", "Part of a GPU's memory that stays free, 0.1 for 10 % [0].")] = None,
     efficiency: Annotated[Text, _option("PART", "Part of peak FLOP/s that computation reaches [0.62].")] = None,
+    extrapolate: Annotated[bool, typer.Option("--extrapolate", help=EXTRAPOLATE_HELP)] = False,
     config: Annotated[Path | None, _option("FILE", CONFIG_HELP)] = None,
     hostfile: Annotated[Path | None, _option("FILE", "A DeepSpeed hostfile: nodes and GPUs in each.")] = None,
     sharding: Annotated[Text, _option("S", "Show zero1, or P,G,OS such as 1x1,1x1,8x1, beside the best.")] = None,
@@ -106,7 +108,8 @@ def plan(
         fail("plan", "--json and --markdown exclude each other", BAD_INPUT)
     if plot is not None and plot.suffix.lower() != ".png":
         fail("plan", f"--plot writes PNG: name a file that ends in .png, not {plot}", BAD_INPUT)
-    outcome = _checked(lambda: _answer(given, recompute, probe, config, hostfile, sharding, write))
+    switches = {"recompute": recompute, "extrapolate": extrapolate}
+    outcome = _checked(lambda: _answer(given, switches, probe, config, hostfile, sharding, write))
     if outcome.search.best is not None:
         if write is not None:
             _checked(lambda: _write(outcome, write))
@@ -177,7 +180,7 @@ def _checked(action: Callable[[], Any]) -> Any:
 
 def _answer(
     given: dict[str, str],
-    recompute: bool,
+    switches: dict[str, bool],
     probe: bool,
     config: Path | None,
     hostfile: Path | None,
@@ -194,7 +197,7 @@ def _answer(
     if write is not None and not write.absolute().parent.is_dir():
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
     read = from_config(config) if config is not None else FromConfig()
-    request = _request(given, recompute, read, hostfile)
+    request = _request(given, switches, read, hostfile)
     if probe:
         request = replace(request, model=_measured(str(request.model)))
     problem = request.problem()
@@ -210,7 +213,7 @@ NUMBERS: dict[str, type] = {
 }  # fmt: skip
 
 
-def _request(given: dict[str, str], recompute: bool, read: FromConfig, hostfile: Path | None) -> Request:
+def _request(given: dict[str, str], switches: dict[str, bool], read: FromConfig, hostfile: Path | None) -> Request:
     """Options go before the ds_config, and that before the hostfile."""
     from deepspeed_amsp.cli.plan_inputs import read_hostfile
     from deepspeed_amsp.plan.api import AUTO, Request, RequestError
@@ -229,12 +232,12 @@ def _request(given: dict[str, str], recompute: bool, read: FromConfig, hostfile:
         except ValueError as error:
             number = "a whole number" if kind is int else "a number"
             raise RequestError(name, f"must be {number}, not {text!r}.") from error
-    if values.get("micro_batch") == AUTO and read.sequences is not None and "seq_len" in values:
-        values.setdefault("global_batch_tokens", read.sequences * values["seq_len"])
+    if values.get("micro_batch") == AUTO and read.sequences is not None:
+        values.setdefault("global_batch_tokens", read.sequences * values.get("seq_len", Request.seq_len))
     for name, example in (("model", "llama-7b"), ("nodes", "16")):
         if name not in values:
             raise RequestError(name, f"is needed, for example --{name} {example}")
-    return Request(**values, recompute=recompute, modes=read.modes, factory=_probe)
+    return Request(**values, **switches, modes=read.modes, factory=_probe)
 
 
 def _batch_of(read: FromConfig, given: dict[str, str], problem: Problem) -> TrainSpec:

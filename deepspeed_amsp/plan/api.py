@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,6 +106,7 @@ class Request:
     pp: int = 1
     margin: float = 0.0
     efficiency: float = 0.62
+    extrapolate: bool = False
     gradients: str = "paper"
     modes: Modes = field(default_factory=Modes)
     shardings: tuple[Sharding, ...] | None = None
@@ -138,7 +139,9 @@ class Request:
             model=self._model(),
             cluster=cluster,
             trainings=self._trainings(cluster),
-            profile=profile.for_cluster(cluster.data_parallel),
+            profile=replace(
+                profile.for_cluster(cluster.data_parallel), extrapolates=self.extrapolate or profile.extrapolates
+            ),
             objective=objective,
             gradients=gradients,
             modes=self.modes,
@@ -238,6 +241,7 @@ def plan(
     pp: int = 1,
     margin: float = 0.0,
     efficiency: float = 0.62,
+    extrapolate: bool = False,
 ) -> Search:
     """Find the plan, and with it all others and why they are not it.
 
@@ -256,6 +260,7 @@ def plan(
         tp, pp: GPUs that tensor and pipeline parallelism take of a replica.
         margin: part of a GPU's memory that stays free, in [0, 1).
         efficiency: part of the peak FLOP/s that computation reaches undisturbed.
+        extrapolate: a measured profile answers for groups that it did not measure, such as more nodes.
 
     Returns:
         Search: ``best`` is None when nothing fits.

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed_amsp.plan import explain
 from deepspeed_amsp.plan.api import Request
 from deepspeed_amsp.plan.resolve import make_plan
 from deepspeed_amsp.plan.solver import search
+from tests.plan.planning import measured_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,6 +199,7 @@ BATCHES: list[tuple[tuple[Any, Any, Any], list[str], tuple[int, int] | str]] = [
     ((64, "auto", "auto"), [], (8, 1)),
     ((64, 4, 2), [], (4, 2)),
     ((64, 4, 2), ["--micro-batch", "2"], (2, 4)),
+    ((64, None, None), ["--micro-batch", "auto"], "all"),
     ((64, 4, 3), [], "train_batch_size 64 is not micro-batch 4 x gradient_accumulation_steps 3 x 8 replicas"),
     ((60, None, 2), [], "train_batch_size 60 is no multiple of 16: gradient_accumulation_steps 2 on 8 replicas"),
 ]
@@ -210,6 +213,10 @@ def test_two_numbers_of_a_batch_give_the_third(
     given = {key: value for key, value in zip(BATCH, numbers, strict=True) if value is not None}
     path.write_text(json.dumps({"bf16": {"enabled": "auto"}, **given}))
     job = ["--model", model, *JOB[:6], "--config", str(path), *options]
+    if right == "all":
+        sizes = {(train["micro_batch"], train["micro_batches"]) for train in answer(*job)["trainings"]}
+        assert sizes == {(1, 8), (2, 4), (4, 2), (8, 1)}
+        return
     if isinstance(right, str):
         code, _, err = amsp(*job)
         assert code == 1 and right in err
@@ -254,6 +261,16 @@ def test_a_locale_without_the_letters_of_a_name(model: str, tmp_path: Path) -> N
     (folder / "config.json").write_text(Path(model).read_text())
     done = CliRunner(charset="ascii").invoke(app, ["plan", "--model", str(folder), *JOB])
     assert done.exit_code == 0 and "m\\xfcnchen" in done.stdout
+
+
+def test_a_profile_of_fewer_nodes_needs_to_be_told(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    replace(measured_problem().profile, name="mine").save(path)
+    job = ["--model", model, "--nodes", "8", "--gpu-memory", "80", "--profile", str(path)]
+    code, _, err = amsp(*job)
+    assert code == 1 and "--extrapolate" in err
+    found = answer(*job, "--extrapolate", "--sharding", "zero3")
+    assert any("outside the measured meshes" in why for why in found["best"]["extrapolated"])
 
 
 def test_an_option_goes_before_the_files(model: str, tmp_path: Path) -> None:
