@@ -12,11 +12,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_amsp.config import AmspBlock, ConfigError, Problem
+from deepspeed_amsp.config_zero import ZeroSettings
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.curves import ProfileError
-from deepspeed_amsp.plan.factors import ShardFactor, Sharding, enumerate_shardings
+from deepspeed_amsp.plan.factors import ShardFactor, Sharding, enumerate_shardings, preset
 from deepspeed_amsp.plan.owners import BUCKET_NUMEL
-from deepspeed_amsp.plan.resolve import Overlap, PublishMode, ReduceMode
+from deepspeed_amsp.plan.resolve import make_plan, with_zero_settings
 from deepspeed_amsp.plan.solver import Modes, Search, search, smallest_need
 from deepspeed_amsp.plan.solver import Problem as Question
 from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, ClusterSpec, Optimizer, SpecError, TrainSpec
@@ -30,7 +31,8 @@ DEFAULT_SEQUENCE = 2048
 
 @dataclass(frozen=True)
 class Asked:
-    """What the ds_config says about training. dtype: of the working copies; stage: zero_optimization.stage."""
+    """What the ds_config says about training. dtype: of the working copies; stage: zero_optimization.stage; zero: what
+    else that object says, which the engine's plan follows where the block is silent."""
 
     micro_batch: int
     micro_batches: int
@@ -40,6 +42,7 @@ class Asked:
     optimizer: str
     clipping: bool
     bucket_elements: int = BUCKET_NUMEL
+    zero: ZeroSettings | None = None
 
 
 def searched(
@@ -87,18 +90,22 @@ def _search(
     profile = find_profile(block.profile or DEFAULT_PROFILE).for_cluster(data_parallel)
     sequence, source = _sequence(block, model)
     peak = profile.peak_flops or ClusterSpec.peak_flops
+    any_plan = make_plan(block, data_parallel.size, data_parallel.s0, preset("ddp", data_parallel))
+    if asked.zero is not None:
+        any_plan = with_zero_settings(any_plan, asked.zero, asked.dtype.itemsize)
     question = Question(
         model=model_spec(model, type(model).__name__),
         cluster=ClusterSpec(data_parallel.s1, data_parallel.s0, gpu_memory=memory, peak_flops=peak),
         trainings=(_training(model, asked, sequence),),
         profile=profile,
         modes=Modes(
-            reduce=(ReduceMode(block.reduce),),
-            publish=(PublishMode(block.publish),),
-            hierarchical=(block.hierarchical,),
-            overlap=Overlap(**block.overlap.model_dump()),
+            reduce=(any_plan.reduce,),
+            publish=(any_plan.publish,),
+            hierarchical=(any_plan.hierarchical,),
+            overlap=any_plan.overlap,
             bucket_bytes=block.bucket_bytes or asked.bucket_elements * asked.dtype.itemsize,
-            prefetch_bytes=block.prefetch_bytes,
+            prefetch_bytes=any_plan.prefetch_bytes,
+            keep_after_forward=any_plan.keep_after_forward,
         ),
     )
     permitted = [s for s in enumerate_shardings(data_parallel, question.gradients) if s.stage == asked.stage]

@@ -22,7 +22,7 @@ from deepspeed_amsp.checkpoint.engine import CheckpointingEngine
 from deepspeed_amsp.comm import from_every_rank, host_names
 from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
-from deepspeed_amsp.config_zero import read_zero_settings
+from deepspeed_amsp.config_zero import ZeroSettings, read_zero_settings
 from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
 from deepspeed_amsp.mesh import launch_order_warning
 from deepspeed_amsp.model_checks import (
@@ -76,7 +76,7 @@ class AMSPEngine(CheckpointingEngine):
         cluster = data_parallel(topology.world_size, topology.gpus_per_node)
         sharding, found = None, ""
         if block.sharding == "search":
-            asked = _asked(config_class, kwargs.get("optimizer"))
+            asked = _asked(config_class, kwargs.get("optimizer"), zero)
             sharding, found = searched(block, model, asked, cluster, from_every_rank)
         plan = make_plan(block, topology.world_size, topology.gpus_per_node, sharding)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
@@ -309,7 +309,7 @@ class AMSPEngine(CheckpointingEngine):
                     vars(param)[FREED] = True
 
 
-def _asked(config: Any, client_optimizer: Any) -> Asked:
+def _asked(config: Any, client_optimizer: Any, zero: ZeroSettings) -> Asked:
     """What the planner wants to know of a DeepSpeedConfig; an optimizer passed to ``initialize`` wins over its."""
     half = torch.float16 if config.float16_config.enabled else torch.float32
     dtype = torch.bfloat16 if config.bfloat16_config.enabled else half
@@ -322,5 +322,6 @@ def _asked(config: Any, client_optimizer: Any) -> Asked:
         gradient_dtype=torch.float32 if config.grad_accum_dtype == "fp32" else dtype,
         optimizer=client or config.optimizer_name or "adamw",
         clipping=config.gradient_clipping > 0,
-        bucket_elements=config.zero_config.reduce_bucket_size,
+        bucket_elements=zero.bucket_numel,
+        zero=zero,
     )

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_amsp.partition.params import find_units
-from deepspeed_amsp.plan.models import read_config
+from deepspeed_amsp.plan.models import load_model
 from deepspeed_amsp.plan.specs import Activations, ModelSpec, SpecError, UnitSpec
 
 Batch = Callable[[int], Any]
@@ -67,12 +67,12 @@ def probe_factory(name: str, sequences: tuple[int, ...] = SEQUENCES) -> Probed:
 
 
 def probe_config(path: str, sequences: tuple[int, ...] = SEQUENCES) -> Probed:
-    """The spec of a Hugging Face config.json, with activations of transformers' own model of it.
+    """The spec of a Hugging Face config.json (or its folder), with activations of transformers' own model of it.
 
     Raises:
         SpecError: the file is no config, or transformers is missing or cannot build its model.
     """
-    spec = read_config(path)
+    spec = load_model(path)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -99,8 +99,9 @@ def make(name: str) -> tuple[nn.Module, Batch]:
         raise SpecError(f"{name!r} names no factory: write package.module:factory.")
     try:
         factory = getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"{name}: cannot be imported: {error}.") from error
+    except Exception as error:  # it is the user's code that runs
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise SpecError(f"{name}: cannot be imported: {kind}{error}.") from error
     try:
         with torch.device("meta"):
             made = factory()

@@ -9,7 +9,9 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from deepspeed_amsp.plan.api import Request
     from deepspeed_amsp.plan.factors import ShardFactor, Sharding
     from deepspeed_amsp.plan.report import Table
-    from deepspeed_amsp.plan.solver import Search
-    from deepspeed_amsp.plan.specs import ModelSpec
+    from deepspeed_amsp.plan.solver import Problem, Search
+    from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 BAD_INPUT, NOTHING_FITS = 1, 2
 
@@ -54,6 +56,7 @@ BATCH_HELP = "Tokens of a step on all GPUs; one micro-batch a GPU by default."
 PROFILE_HELP = "What collectives take: a800-hdr, a100-hdr, h100-ndr, or a file [a800-hdr]."
 PROBE_HELP = "Measure a config.json's activations on fake tensors (torch, transformers)."
 OBJECTIVE_HELP = "step-time, overlap included, or comm-time, the paper's T_comm [step-time]."
+EXTRAPOLATE_HELP = "Let a measured profile answer for groups that it did not measure, such as more nodes."
 CONFIG_HELP = "A ds_config: batch, optimizer, buffers and block are taken from it."
 
 
@@ -75,6 +78,7 @@ def plan(
     pp: Annotated[Text, _option("STAGES", "Stages of pipeline parallelism, which take whole nodes [1].")] = None,
     margin: Annotated[Text, _option("PART", "Part of a GPU's memory that stays free, 0.1 for 10 % [0].")] = None,
     efficiency: Annotated[Text, _option("PART", "Part of peak FLOP/s that computation reaches [0.62].")] = None,
+    extrapolate: Annotated[bool, typer.Option("--extrapolate", help=EXTRAPOLATE_HELP)] = False,
     config: Annotated[Path | None, _option("FILE", CONFIG_HELP)] = None,
     hostfile: Annotated[Path | None, _option("FILE", "A DeepSpeed hostfile: nodes and GPUs in each.")] = None,
     sharding: Annotated[Text, _option("S", "Show zero1, or P,G,OS such as 1x1,1x1,8x1, beside the best.")] = None,
@@ -104,13 +108,16 @@ def plan(
         fail("plan", "--json and --markdown exclude each other", BAD_INPUT)
     if plot is not None and plot.suffix.lower() != ".png":
         fail("plan", f"--plot writes PNG: name a file that ends in .png, not {plot}", BAD_INPUT)
-    outcome = _checked(lambda: _answer(given, recompute, probe, config, hostfile, sharding, write))
+    switches = {"recompute": recompute, "extrapolate": extrapolate}
+    outcome = _checked(lambda: _answer(given, switches, probe, config, hostfile, sharding, write))
     if outcome.search.best is not None:
         if write is not None:
             _checked(lambda: _write(outcome, write))
         if plot is not None:
             _checked(lambda: _draw(outcome.search, plot))
-    report = _report(outcome, everything, sensitivity, crossover)
+    report = _checked(lambda: _report(outcome, everything, sensitivity, crossover))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have what the locale has not
     if as_json:
         print(json.dumps(report.values, indent=1, allow_nan=False))
     else:
@@ -173,7 +180,7 @@ def _checked(action: Callable[[], Any]) -> Any:
 
 def _answer(
     given: dict[str, str],
-    recompute: bool,
+    switches: dict[str, bool],
     probe: bool,
     config: Path | None,
     hostfile: Path | None,
@@ -184,16 +191,18 @@ def _answer(
     from deepspeed_amsp.cli.plan_inputs import FromConfig, from_config, read_existing
     from deepspeed_amsp.plan.solver import search
 
+    if write is not None and write.exists() and not write.is_file():
+        raise OSError(f"--write: {write} is not a file")
     existing = read_existing(write, exact=True) if write is not None and write.exists() else None
     if write is not None and not write.absolute().parent.is_dir():
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
     read = from_config(config) if config is not None else FromConfig()
-    request = _request(given, recompute, read, hostfile)
+    request = _request(given, switches, read, hostfile)
     if probe:
         request = replace(request, model=_measured(str(request.model)))
     problem = request.problem()
-    if "global_batch_tokens" not in given:
-        problem = replace(problem, trainings=_batch_of(read, problem.trainings, problem.data_parallel))
+    if request.global_batch_tokens is None:
+        problem = replace(problem, trainings=(_batch_of(read, given, problem),))
     compared = _named(named, read, problem.data_parallel)
     return Outcome(search(problem), compared, existing)
 
@@ -204,7 +213,7 @@ NUMBERS: dict[str, type] = {
 }  # fmt: skip
 
 
-def _request(given: dict[str, str], recompute: bool, read: FromConfig, hostfile: Path | None) -> Request:
+def _request(given: dict[str, str], switches: dict[str, bool], read: FromConfig, hostfile: Path | None) -> Request:
     """Options go before the ds_config, and that before the hostfile."""
     from deepspeed_amsp.cli.plan_inputs import read_hostfile
     from deepspeed_amsp.plan.api import AUTO, Request, RequestError
@@ -223,28 +232,41 @@ def _request(given: dict[str, str], recompute: bool, read: FromConfig, hostfile:
         except ValueError as error:
             number = "a whole number" if kind is int else "a number"
             raise RequestError(name, f"must be {number}, not {text!r}.") from error
+    if values.get("micro_batch") == AUTO and read.sequences is not None:
+        values.setdefault("global_batch_tokens", read.sequences * values.get("seq_len", Request.seq_len))
     for name, example in (("model", "llama-7b"), ("nodes", "16")):
         if name not in values:
             raise RequestError(name, f"is needed, for example --{name} {example}")
-    return Request(**values, recompute=recompute, modes=read.modes, factory=_probe)
+    return Request(**values, **switches, modes=read.modes, factory=_probe)
 
 
-def _batch_of(read: FromConfig, trainings: Any, data_parallel: ShardFactor) -> Any:
-    """M as the ds_config has it: gradient_accumulation_steps, or what train_batch_size leaves."""
+def _batch_of(read: FromConfig, given: dict[str, str], problem: Problem) -> TrainSpec:
+    """Micro-batch and M as DeepSpeed has them from the ds_config: two of its three numbers give the third.
+
+    With a micro-batch of the command line, M is what train_batch_size leaves.
+    """
     from deepspeed_amsp.plan.api import RequestError
 
-    (train,) = trainings
-    if read.accumulation is not None:
-        return (replace(train, micro_batches=read.accumulation),)
+    (train,), replicas = problem.trainings, problem.data_parallel.size
     if read.sequences is None:
-        return trainings
-    at_once = train.micro_batch * data_parallel.size
-    if read.sequences % at_once:
+        return replace(train, micro_batches=read.accumulation or 1)
+    known = "micro_batch" in read.values or "micro_batch" in given
+    factor = train.micro_batch if known else read.accumulation or 1
+    if read.sequences % (factor * replicas):
+        what = f"micro-batches of {factor}" if known else f"gradient_accumulation_steps {factor}"
         raise RequestError(
-            "config", f"train_batch_size {read.sequences} is no multiple of {at_once}, what {data_parallel.size} "
-            f"replicas take at once."
+            "config", f"train_batch_size {read.sequences} is no multiple of {factor * replicas}: {what} on {replicas} "
+            f"replicas."
         )  # fmt: skip
-    return (replace(train, micro_batches=read.sequences // at_once),)
+    rest = read.sequences // (factor * replicas)
+    if not known:
+        return replace(train, micro_batch=rest, micro_batches=factor)
+    if read.accumulation not in (None, rest) and "micro_batch" not in given:
+        raise RequestError(
+            "config", f"train_batch_size {read.sequences} is not micro-batch {factor} x gradient_accumulation_steps "
+            f"{read.accumulation} x {replicas} replicas."
+        )  # fmt: skip
+    return replace(train, micro_batches=rest)
 
 
 def _named(text: Text, read: FromConfig, data_parallel: ShardFactor) -> Sharding | None:
@@ -264,7 +286,7 @@ def _measured(name: str) -> ModelSpec:
     from deepspeed_amsp.plan.api import RequestError
     from deepspeed_amsp.plan.models import PAPER_MODELS
 
-    if name in PAPER_MODELS:
+    if name.lower() in PAPER_MODELS:
         raise RequestError("probe", f"the activations of {name} are measured figures already; leave the option out.")
     if ":" in name and not Path(name).exists():
         return _probe(name)
@@ -278,8 +300,6 @@ def _measured(name: str) -> ModelSpec:
 
 def _probe(name: str) -> ModelSpec:
     """A module of the user's, which needs torch; modules of the folder that one is in are found."""
-    import sys
-
     from deepspeed_amsp.probe import probe_factory
 
     sys.path.insert(0, str(Path.cwd()))
@@ -299,14 +319,18 @@ def _write(outcome: Outcome, path: Path) -> None:
         values = new_config(best.plan, best.train)
     else:
         values = merged(outcome.existing, best.plan, best.train)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    target = path.resolve()  # a link stays one
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         beside.write_text(compact(json.dumps(values, indent=2)) + "\n", encoding="utf-8")
-        if path.exists():
-            shutil.copymode(path, beside)
-        beside.replace(path)
+        if target.exists():
+            shutil.copymode(target, beside)
+        beside.replace(target)
+    except OSError as error:
+        raise OSError(f"--write: cannot write {path}: {error.strerror}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def _draw(search: Search, path: Path) -> None:
@@ -351,4 +375,5 @@ def _report(outcome: Outcome, everything: bool, sensitive: bool, crossing: bool)
 
 def compact(text: str) -> str:
     """JSON with pairs of numbers on one line."""
-    return re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text)
+    # With line breaks, which a string cannot have.
+    return re.sub(r"\[\n\s*(\d+),\n\s*(\d+)\n\s*\]", r"[\1, \2]", text)

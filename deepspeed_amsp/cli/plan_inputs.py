@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ OPTIMIZER_NAMES = {
 }  # fmt: skip
 """DeepSpeed's types, in lower case -> ours."""
 
+HALVES = ("bf16", "bfloat16", "fp16")
+"""Sections one of which makes working copies 16 bits wide; DeepSpeed trains in fp32 without."""
+
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -30,7 +33,7 @@ class InputError(ValueError):
 class FromConfig:
     """What a ds_config says: arguments of `plan`, modes, and the block itself.
 
-    values: only what it does say. batch: sequences of a step on all GPUs, if it says so.
+    values: only what it does say. sequences: of a step on all GPUs, accumulation: M, if it says so.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -84,6 +87,9 @@ def from_config(path: Path) -> FromConfig:
     dtype = lookup(config, "data_types.grad_accum_dtype")
     if dtype in DTYPES:
         values["grad_dtype"] = DTYPES[dtype]
+    if not any(_enabled(lookup(config, f"{name}.enabled")) for name in HALVES):
+        values["parameter_bytes"] = 4
+        values.setdefault("grad_dtype", "fp32")
     clip = config.get("gradient_clipping")
     if isinstance(clip, (int, float)):
         values["gradient_clipping"] = clip > 0
@@ -94,7 +100,7 @@ def from_config(path: Path) -> FromConfig:
         values |= {"gpus_per_node": gpus} if gpus else {}
     return FromConfig(
         values,
-        _modes(block, lookup(config, "zero_optimization.reduce_bucket_size")),
+        _modes(block, config, values.get("parameter_bytes", 2)),
         block,
         _count(config.get("train_batch_size")),
         _count(config.get("gradient_accumulation_steps")),
@@ -106,16 +112,25 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _modes(block: AmspBlock | None, bucket_elements: Any) -> Modes:
+def _enabled(value: Any) -> bool:
+    """ "auto" is somebody's who chooses a 16-bit type, or the user would not shard."""
+    return value is True or str(value).lower() in ("true", "1", "auto")
+
+
+def _modes(block: AmspBlock | None, config: dict[str, Any], itemsize: int) -> Modes:
     """Buffers and overlap as the config has them; ways to reduce and publish are the planner's to choose."""
     sizes: dict[str, Any] = {}
+    bucket_elements = lookup(config, "zero_optimization.reduce_bucket_size")
+    unnamed = lookup(config, "zero_optimization.overlap_comm") is not False
     if block is not None and block.bucket_bytes is not None:
         sizes["bucket_bytes"] = block.bucket_bytes
     elif _count(bucket_elements) is not None:
-        sizes["bucket_bytes"] = 2 * bucket_elements
+        sizes["bucket_bytes"] = itemsize * bucket_elements
     if block is not None:
         sizes["prefetch_bytes"] = block.prefetch_bytes
-        sizes["overlap"] = Overlap(**block.overlap.model_dump())
+        sizes["keep_after_forward"] = block.keep_after_forward
+    named = block.overlap.model_dump(exclude_unset=True) if block is not None else {}
+    sizes["overlap"] = Overlap(**{field.name: named.get(field.name, unnamed) for field in fields(Overlap)})
     return Modes(**sizes)
 
 
@@ -136,7 +151,7 @@ def read_hostfile(path: Path) -> tuple[int, int]:
             continue
         host, *rest = words
         count = rest[0].removeprefix("slots=") if len(rest) == 1 and rest[0].startswith("slots=") else ""
-        if not count.isdigit() or int(count) < 1:
+        if not count.isdecimal() or int(count) < 1:
             raise InputError(f"hostfile {path}, line {number}: {line.strip()!r} is not of the form 'host slots=8'")
         if host in slots:
             raise InputError(f"hostfile {path}, line {number}: {host} stands there twice")

@@ -168,7 +168,7 @@ def _named(hosts: list[str]) -> str:
 
 def _start(out: Path, resume: bool, cluster: _Cluster) -> list[Entry] | str:
     """On rank 0: the entries of the file that is continued, or why not to begin."""
-    if out.is_dir() or not out.parent.is_dir():
+    if (out.exists() and not out.is_file()) or not out.parent.is_dir():
         return f"--out must be a file in a folder that exists, got {out}"
     try:
         with tempfile.TemporaryFile(dir=out.parent):  # permissions alone would not say

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_amsp.plan.explain import factors
 from deepspeed_amsp.plan.factors import preset
+from deepspeed_amsp.plan.memory import P
 from deepspeed_amsp.plan.profile import ProfileError
 from deepspeed_amsp.plan.report import Table, duration, size
 from deepspeed_amsp.plan.resolve import PublishMode, ReduceMode
@@ -169,13 +170,17 @@ def on_nodes(problem: Problem, nodes: int) -> Problem:
 
 
 def _nodes(problem: Problem, beside: str = "", option: str = "") -> Remedy | None:
-    """The fewest nodes, in steps of two, on which everything sharded over all GPUs fits."""
+    """The fewest nodes, in steps of two, on which everything that may be sharded is, over all GPUs, and fits."""
+    whole = all(train.optimizer.whole_tensors for train in problem.trainings)
     factor = 2
     while factor <= MOST_NODES and factor * problem.cluster.world_size <= MOST_GPUS:
         nodes = factor * problem.cluster.nodes
         changed = on_nodes(lean(problem), nodes)
-        frugal = replace(changed, shardings=(preset("zero3", changed.data_parallel),))
-        least = search(frugal)
+        frugal = replace(changed, shardings=(preset("zero2" if whole else "zero3", changed.data_parallel),))
+        try:
+            least = search(frugal)
+        except ProfileError:  # so many nodes were not measured
+            return None
         if least.best is None and _unsharded(least) > problem.capacity:
             return None  # no number of nodes makes that smaller
         if least.best is not None:
@@ -189,8 +194,10 @@ def _nodes(problem: Problem, beside: str = "", option: str = "") -> Remedy | Non
 
 def _unsharded(result: Search) -> float:
     """Bytes that are the same whatever the factors are."""
-    terms = result.rejected[0].memory.terms()
-    return sum(count for name, _, count in terms if name in ("activations", "backward temporaries"))
+    nearest = result.rejected[0]
+    terms = nearest.memory.terms()
+    fixed = ("activations", "backward temporaries", *((P,) if nearest.plan.sharding.s_p == 1 else ()))
+    return sum(count for name, _, count in terms if name in fixed)
 
 
 def _memory(result: Search) -> Remedy | None:

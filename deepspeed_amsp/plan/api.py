@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,13 @@ AUTO = "auto"
 GRADIENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST_GPU_GB = 2_000
 """More than any GPU has, less than the MB of the smallest: what is above was not meant in GB."""
+
+
+MOST_GPUS = 1_000_000
+"""Above, finding the divisors alone takes long; no cluster has so many."""
+
+LARGEST_COUNT = 10**15
+"""Of anything else that is counted."""
 
 
 class RequestError(SpecError):
@@ -93,11 +100,13 @@ class Request:
     optimizer: str = "adamw"
     recompute: bool = False
     grad_dtype: str = "bf16"
+    parameter_bytes: int = 2
     gradient_clipping: bool = True
     tp: int = 1
     pp: int = 1
     margin: float = 0.0
     efficiency: float = 0.62
+    extrapolate: bool = False
     gradients: str = "paper"
     modes: Modes = field(default_factory=Modes)
     shardings: tuple[Sharding, ...] | None = None
@@ -130,7 +139,9 @@ class Request:
             model=self._model(),
             cluster=cluster,
             trainings=self._trainings(cluster),
-            profile=profile.for_cluster(cluster.data_parallel),
+            profile=replace(
+                profile.for_cluster(cluster.data_parallel), extrapolates=self.extrapolate or profile.extrapolates
+            ),
             objective=objective,
             gradients=gradients,
             modes=self.modes,
@@ -150,6 +161,8 @@ class Request:
         gpus = profile.gpus_per_node if self.gpus_per_node is None else self.gpus_per_node
         for name, value in (("nodes", self.nodes), ("gpus_per_node", gpus)):
             _whole(name, value)
+        if self.nodes * gpus > MOST_GPUS:
+            raise RequestError("nodes", f"{self.nodes} x {gpus} GPUs are more than {MOST_GPUS:,}.")
         if self.gpu_memory is not None:
             memory = memory_bytes("gpu_memory", self.gpu_memory)
         elif profile.gpu_memory is not None:
@@ -173,6 +186,7 @@ class Request:
             micro_batch=size,
             recompute=self.recompute,
             optimizer=OPTIMIZERS[choice("optimizer", self.optimizer, OPTIMIZERS)],
+            parameter_bytes=self.parameter_bytes,
             gradient_bytes=GRADIENT_BYTES[choice("grad_dtype", self.grad_dtype, GRADIENT_BYTES)],
             gradient_clipping=self.gradient_clipping,
             tensor_parallel=self.tp,
@@ -195,6 +209,8 @@ class Request:
 def _whole(name: str, value: object, otherwise: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RequestError(name, f"must be a whole number of at least 1{otherwise}, not {value!r}.")
+    if value > LARGEST_COUNT:
+        raise RequestError(name, f"must be at most {LARGEST_COUNT:.0e}, not {value:.3e}.")
     return value
 
 
@@ -225,6 +241,7 @@ def plan(
     pp: int = 1,
     margin: float = 0.0,
     efficiency: float = 0.62,
+    extrapolate: bool = False,
 ) -> Search:
     """Find the plan, and with it all others and why they are not it.
 
@@ -243,6 +260,7 @@ def plan(
         tp, pp: GPUs that tensor and pipeline parallelism take of a replica.
         margin: part of a GPU's memory that stays free, in [0, 1).
         efficiency: part of the peak FLOP/s that computation reaches undisturbed.
+        extrapolate: a measured profile answers for groups that it did not measure, such as more nodes.
 
     Returns:
         Search: ``best`` is None when nothing fits.
@@ -262,7 +280,7 @@ def parse_sharding(text: str, data_parallel: ShardFactor) -> Sharding:
         RequestError: no such name, or no three factors.
     """
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1 and not parts[0][:1].isdigit():
+    if len(parts) == 1 and not parts[0][:1].isdecimal():
         return preset(choice("sharding", parts[0], PRESETS), data_parallel)
     if len(parts) != 3:
         raise RequestError("sharding", f"{text!r} is neither a name nor three factors such as 1x1,1x1,8x1.")
@@ -272,7 +290,7 @@ def parse_sharding(text: str, data_parallel: ShardFactor) -> Sharding:
 
 def _factor(text: str, data_parallel: ShardFactor) -> ShardFactor:
     numbers = text.split("x")
-    if not all(number.isdigit() for number in numbers) or len(numbers) > 2:
+    if not all(number.isdecimal() for number in numbers) or len(numbers) > 2:
         raise RequestError("sharding", f"{text!r} is no factor; write GPUs in a node x nodes, such as 8x1.")
     if len(numbers) == 1:
         return ShardFactor.fill(int(text), data_parallel.s0)

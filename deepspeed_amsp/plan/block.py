@@ -11,7 +11,7 @@ from deepspeed_amsp.plan.specs import TrainSpec
 
 
 def amsp_block(plan: Plan) -> dict[str, Any]:
-    """The "amsp" object; switches of overlap only where one is off."""
+    """The "amsp" object; switches of overlap only where one is off, keep_after_forward only where something is."""
     block: dict[str, Any] = {
         "sharding": plan.sharding.as_dict(),
         "reduce": plan.reduce.value,
@@ -21,11 +21,17 @@ def amsp_block(plan: Plan) -> dict[str, Any]:
     }
     if plan.bucket_bytes is not None:
         block["bucket_bytes"] = plan.bucket_bytes
-    switches = {switch.name: getattr(plan.overlap, switch.name) for switch in fields(plan.overlap)}
+    if plan.keep_after_forward != "none":
+        block["keep_after_forward"] = plan.keep_after_forward
+    switches = _switches(plan)
     if not all(switches.values()):
         block["overlap"] = switches
     block["topology"] = {"gpus_per_node": plan.sharding.data_parallel.s0}
     return block
+
+
+def _switches(plan: Plan) -> dict[str, bool]:
+    return {switch.name: getattr(plan.overlap, switch.name) for switch in fields(plan.overlap)}
 
 
 def ds_config(plan: Plan, train: TrainSpec) -> dict[str, Any]:
@@ -49,13 +55,20 @@ def new_config(plan: Plan, train: TrainSpec) -> dict[str, Any]:
 def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[str, Any]:
     """An existing ds_config with this plan in it; every key that the plan says nothing about stays as it is.
 
-    train_batch_size follows the other two where it is written.
+    What would make the engine do something else than the plan is overwritten: switches of overlap, also those that
+    overlap_comm turns off, keep_after_forward, and a block that is switched off. train_batch_size follows the other
+    two where it is written.
     """
     result = dict(existing)
     ours = ds_config(plan, train)
     zero, block = existing.get("zero_optimization"), existing.get("amsp")
     ours["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), **ours["zero_optimization"]}
     kept = dict(block) if isinstance(block, Mapping) else {}
+    if "overlap" in kept or ours["zero_optimization"].get("overlap_comm") is False:
+        ours["amsp"]["overlap"] = _switches(plan)
+    if "keep_after_forward" in kept or "enabled" in kept:
+        stays = {"keep_after_forward": plan.keep_after_forward, "enabled": True}
+        ours["amsp"].update({key: value for key, value in stays.items() if key in kept})
     topology = kept.get("topology")
     ours["amsp"]["topology"] = {**(topology if isinstance(topology, Mapping) else {}), **ours["amsp"]["topology"]}
     ours["amsp"] = {**kept, **ours["amsp"]}

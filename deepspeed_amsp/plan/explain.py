@@ -10,6 +10,7 @@ from deepspeed_amsp.plan.block import ds_config
 from deepspeed_amsp.plan.cost import TERMS
 from deepspeed_amsp.plan.factors import Candidate, ShardFactor, Sharding, divisors, violation
 from deepspeed_amsp.plan.memory import Memory
+from deepspeed_amsp.plan.profile import Op
 from deepspeed_amsp.plan.report import Table, duration, percent, size
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.solver import Evaluated, Objective, Rejected, Search, fell, smallest_need
@@ -87,7 +88,8 @@ def overview(search: Search) -> tuple[str, ...]:
         f"cluster: {cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {size(cluster.gpu_memory)}{margin}; "
         f"compute at {percent(cluster.efficiency)} of {cluster.peak_flops / 1e12:.0f} TFLOP/s",
         f"training: sequences of {train.sequence}, {batch}, {batch_tokens(search, train):,} tokens a step, "
-        f"{train.optimizer.name}, gradients rest in {train.gradient_bytes} bytes, "
+        f"{train.optimizer.name}, parameters in {train.parameter_bytes} bytes, gradients rest in "
+        f"{train.gradient_bytes}, "
         f"recomputation {'on' if train.recompute else 'off'}{parallel}",
         f"profile: {p.profile.name} ({p.profile.kind}){f': {p.profile.notes}' if p.profile.notes else ''}",
     ]
@@ -196,7 +198,9 @@ def time_table(search: Search) -> Table:
         for name, seconds in best.cost.terms.items()
         if seconds
     ]
-    return Table("Step time of the best plan", ("term", "time", "part", "what"), tuple(rows), right=frozenset({1, 2}))
+    notes = tuple(f"extrapolated: {why}" for why in extrapolations(best))
+    columns = ("term", "time", "part", "what")
+    return Table("Step time of the best plan", columns, tuple(rows), notes, frozenset({1, 2}))
 
 
 def reason(search: Search, entry: Evaluated | Rejected) -> str:
@@ -253,6 +257,16 @@ def illegal_table(search: Search) -> Table:
     return Table("Not legal", ("P | G | OS", "rule"), tuple(illegal(search.problem.data_parallel)))
 
 
+def extrapolations(found: Evaluated) -> tuple[str, ...]:
+    """Where a plan's time rests on messages or meshes that its profile did not measure."""
+    profile, largest = found.problem.profile, dict[tuple[Op, ShardFactor], float]()
+    for line in found.cost.lines:
+        op, size, mesh = line.message[:3]
+        largest[op, mesh] = max(size, largest.get((op, mesh), 0.0))
+    whys = (profile.extrapolated(op, size, mesh) for (op, mesh), size in largest.items())
+    return tuple(why for why in whys if why)
+
+
 def beside(search: Search, sharding: Sharding) -> str:
     """What becomes of a sharding that somebody asked for."""
     every: list[Evaluated | Rejected] = [*leaders(search), *search.rejected]
@@ -301,6 +315,7 @@ def evaluated(search: Search, found: Evaluated) -> dict[str, Any]:
             "exposed": dict(found.step.exposed),
         },
         "communication": found.cost.terms,
+        "extrapolated": list(extrapolations(found)),
         "tokens_per_gpu_second": found.tokens_per_gpu_second,
         "mfu": mfu(search, found),
     }

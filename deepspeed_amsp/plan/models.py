@@ -236,7 +236,9 @@ def _attention(read: _Reader, features: _Features, at: str, layer: int) -> Itera
     if read.config.get("head_dim") is None and features.head_dim is None:
         read.divides("num_attention_heads", "hidden_size", heads, hidden)
     head_dim = read.size("head_dim", features.head_dim or hidden // heads)
-    kv_heads = read.size("num_key_value_heads", features.kv_heads or heads)
+    # Absent is the class's default; a null that is written, as many as there are heads.
+    said_null = "num_key_value_heads" in read.config
+    kv_heads = read.size("num_key_value_heads", heads if said_null else features.kv_heads or heads)
     read.divides("num_key_value_heads", "num_attention_heads", kv_heads, heads)
     said = read.flag("attention_bias", False)
     qkv_bias = said if features.qkv_bias is None else features.qkv_bias

@@ -42,7 +42,8 @@ class Profile:
     as many as the group has ranks, one from each, issued together: the time of all of them divided by their number.
 
     host: what was measured or where the numbers are from. peak_flops: 16-bit FLOP/s of a GPU. gpu_memory: its bytes.
-    notes: for an analytic profile, what it rests on.
+    notes: for an analytic profile, what it rests on. extrapolates: whether meshes outside the data are answered for, by
+    the ring model; not kept in files.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Profile:
     peak_flops: float | None = None
     gpu_memory: float | None = None
     notes: str = ""
+    extrapolates: bool = False
     _curves: dict[tuple[Op, int, int, bool], Curve] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
@@ -97,7 +99,8 @@ class Profile:
         Args:
             bytes: the whole message, see `Op`.
             mesh: (GPUs of the group in one node, nodes of the group).
-            extrapolate: for a mesh outside the data go on by the ring model from the nearest one.
+            extrapolate: for a mesh outside the data go on by the ring model from the nearest one, as a profile that
+                ``extrapolates`` always does.
 
         Raises:
             ProfileError: mesh outside the data (or, whatever extrapolate says, without any mesh of its kind).
@@ -106,6 +109,7 @@ class Profile:
             raise ProfileError(f"profile {self.name}: {op.value} of {bytes!r} bytes makes no sense.")
         if bytes == 0 or mesh.size == 1:
             return 0.0
+        extrapolate = extrapolate or self.extrapolates
         key = (op, mesh.s0, mesh.s1, extrapolate)
         curve = self._curves.get(key)
         if curve is None:
@@ -174,6 +178,6 @@ class Profile:
             raise ProfileError(
                 f"profile {self.name}: {op.value} on {mesh} is outside the measured meshes "
                 f"({', '.join(map(str, curves)) or 'none'}): measure it (amsp profile --full)"
-                f"{'' if start is None else ', or allow extrapolation'}."
+                f"{'' if start is None else ', or allow extrapolation (--extrapolate)'}."
             )
         return beyond(op, curves[start], start, mesh)

@@ -124,6 +124,7 @@ def as_dict(profile: Profile) -> dict[str, object]:
 def write(values: dict[str, object], path: Path) -> None:
     """Write JSON so that a reader, or a run that was interrupted, finds the old file or the whole new one."""
     text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+    path = path.resolve()  # a link stays one
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -86,6 +86,7 @@ class Modes:
     overlap: Overlap = field(default_factory=Overlap)
     bucket_bytes: int = BUCKET_BYTES
     prefetch_bytes: int = 64 * 2**20
+    keep_after_forward: str | int = "none"
 
     def plans(self, sharding: Sharding) -> list[Plan]:
         """One plan for every combination that sends something else; the simplest of equal ones."""
@@ -100,6 +101,7 @@ class Modes:
                     hierarchical=hierarchical,
                     bucket_bytes=self.bucket_bytes,
                     prefetch_bytes=self.prefetch_bytes,
+                    keep_after_forward=self.keep_after_forward,
                 )
                 for hierarchical, reduce, publish in combinations
             ],

@@ -12,7 +12,7 @@ from deepspeed_amsp.plan.memory import Memory
 from deepspeed_amsp.plan.profile import ProfileError
 from deepspeed_amsp.plan.report import Table, duration, percent, size
 from deepspeed_amsp.plan.resolve import Plan, ReduceMode
-from deepspeed_amsp.plan.solver import Evaluated, MemoryModel, Problem, Search, rank, search
+from deepspeed_amsp.plan.solver import Evaluated, MemoryModel, Problem, Search, search
 from deepspeed_amsp.plan.specs import ModelSpec, SpecError, TrainSpec
 
 SHIFTS = (0.5, 0.9, 1.1, 1.5)
@@ -68,12 +68,11 @@ def sensitivity(result: Search) -> tuple[Shift, ...]:
             links = {"inter" if what.startswith("inter") else "intra": factor}
             found = search(replace(problem, profile=problem.profile.scaled(**links)))
             shifts.append(_shift(what, factor, result.best, found.ranked))
-    # More memory takes no plan away and changes no time, so that one search answers for every size.
-    largest = replace(problem.cluster, gpu_memory=problem.cluster.gpu_memory * max(SHIFTS))
-    every = search(replace(problem, cluster=largest, modes=result.problem.modes)).ranked
+    # A sharding's fastest modes are those that fit, so that other memory may mean other modes of the same sharding.
     for factor in SHIFTS:
-        fitting = rank(found for found in every if found.memory.peak <= problem.capacity * factor)
-        shifts.append(_shift("memory", factor, result.best, tuple(fitting)))
+        cluster = replace(problem.cluster, gpu_memory=problem.cluster.gpu_memory * factor)
+        found = search(replace(problem, cluster=cluster, modes=result.problem.modes))
+        shifts.append(_shift("memory", factor, result.best, found.ranked))
     return tuple(shifts)
 
 
@@ -103,7 +102,8 @@ def sensitivity_table(shifts: tuple[Shift, ...]) -> Table:
 
 @dataclass(frozen=True)
 class Rival:
-    """A known strategy on some GPUs. slower: by which part than the best plan; missing: bytes, where it cannot run."""
+    """A known strategy on some GPUs. slower: by which part than the best plan; missing: bytes, where it does not fit;
+    neither where the optimizer does not permit it."""
 
     name: str
     slower: float | None
@@ -157,7 +157,8 @@ def _rival(problem: Problem, found: Search, name: str) -> Rival:
     times = [entry.objective for entry in found.ranked if entry.plan.sharding == sharding]
     if times and found.best is not None:
         return Rival(name, min(times) / found.best.objective - 1 if found.best.objective else 0.0, None)
-    return Rival(name, None, min(entry.missing for entry in found.rejected if entry.plan.sharding == sharding))
+    missing = (entry.missing for entry in found.rejected if entry.plan.sharding == sharding)
+    return Rival(name, None, min(missing, default=None))
 
 
 def crossover_table(scales: tuple[Scale, ...]) -> Table:
@@ -190,7 +191,7 @@ def crossover_table(scales: tuple[Scale, ...]) -> Table:
 
 def _beside(rival: Rival) -> str:
     if rival.slower is None:
-        return f"needs {size(rival.missing or 0)} more"
+        return "needs tensors cut" if rival.missing is None else f"needs {size(rival.missing)} more"
     return percent(max(rival.slower, 0.0), signed=True)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed_amsp.plan import explain
 from deepspeed_amsp.plan.api import Request
 from deepspeed_amsp.plan.resolve import make_plan
 from deepspeed_amsp.plan.solver import search
+from tests.plan.planning import measured_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,6 +168,7 @@ def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> N
     hosts.write_text("# two\nnode1 slots=4\n\nnode2 slots=4  # the other\n")
     config = {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
         "optimizer": {"type": "Lion", "params": {"lr": 0.5}}, "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1000000},
         "amsp": {"sharding": "zero3", "verify_every": 5, "memory_limit_gb": 30, "overlap": {"publish": False}},
@@ -185,6 +188,89 @@ def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> N
     assert written["amsp"]["verify_every"] == 5 and written["amsp"]["overlap"]["publish"] is False
     assert written["amsp"]["bucket_bytes"] == 2_000_000
     assert written["zero_optimization"] == {"stage": found["best"]["stage"], "reduce_bucket_size": 1000000}
+
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCHES: list[tuple[tuple[Any, Any, Any], list[str], tuple[int, int] | str]] = [
+    ((64, None, 2), [], (4, 2)),
+    ((64, 2, None), [], (2, 4)),
+    ((None, 2, 3), [], (2, 3)),
+    ((64, None, None), [], (8, 1)),
+    ((64, "auto", "auto"), [], (8, 1)),
+    ((64, 4, 2), [], (4, 2)),
+    ((64, 4, 2), ["--micro-batch", "2"], (2, 4)),
+    ((64, None, None), ["--micro-batch", "auto"], "all"),
+    ((64, 4, 3), [], "train_batch_size 64 is not micro-batch 4 x gradient_accumulation_steps 3 x 8 replicas"),
+    ((60, None, 2), [], "train_batch_size 60 is no multiple of 16: gradient_accumulation_steps 2 on 8 replicas"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "options", "right"), BATCHES)
+def test_two_numbers_of_a_batch_give_the_third(
+    numbers: tuple[Any, ...], options: list[str], right: tuple[int, int] | str, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    given = {key: value for key, value in zip(BATCH, numbers, strict=True) if value is not None}
+    path.write_text(json.dumps({"bf16": {"enabled": "auto"}, **given}))
+    job = ["--model", model, *JOB[:6], "--config", str(path), *options]
+    if right == "all":
+        sizes = {(train["micro_batch"], train["micro_batches"]) for train in answer(*job)["trainings"]}
+        assert sizes == {(1, 8), (2, 4), (4, 2), (8, 1)}
+        return
+    if isinstance(right, str):
+        code, _, err = amsp(*job)
+        assert code == 1 and right in err
+        return
+    (train,) = answer(*job)["trainings"]
+    assert (train["micro_batch"], train["micro_batches"]) == right
+
+
+def test_without_a_16_bit_section_a_config_trains_in_fp32(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": False}}))
+    found = answer("--model", model, *JOB, "--config", str(path))
+    (train,) = found["trainings"]
+    assert (train["parameter_bytes"], train["gradient_bytes"]) == (4, 4)
+    assert found["ds_config"]["amsp"]["bucket_bytes"] == 4000
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["written only", "read too"])
+def test_nothing_in_an_existing_config_contradicts_the_plan(read: bool, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    block = {"enabled": read, "overlap": {"gather": True}, "keep_after_forward": "all", "verify_every": 3}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "overlap_comm": False}, "amsp": block}))
+    answer("--model", model, *JOB, *(["--config", str(path)] if read else []), "--write", str(path))
+    written = json.loads(path.read_text())["amsp"]
+    others = dict.fromkeys(("reduce_scatter", "all_reduce", "publish"), not read)
+    assert written["overlap"] == {"gather": True, **others}
+    assert (written["enabled"], written["verify_every"]) == (True, 3)
+    assert written["keep_after_forward"] == ("all" if read else "none")
+
+
+def test_a_written_file_keeps_its_link_its_strings_and_its_name(model: str, tmp_path: Path) -> None:
+    path, link = tmp_path / "ds_config.json", tmp_path / "link.json"
+    path.write_text(json.dumps({"note": "use [ 4, 8 ] here"}))
+    link.symlink_to(path)
+    answer("--model", model, *JOB, "--write", str(link))
+    assert link.is_symlink() and json.loads(path.read_text())["note"] == "use [ 4, 8 ] here"
+
+
+def test_a_locale_without_the_letters_of_a_name(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m\u00fcnchen"
+    folder.mkdir()
+    (folder / "config.json").write_text(Path(model).read_text())
+    done = CliRunner(charset="ascii").invoke(app, ["plan", "--model", str(folder), *JOB])
+    assert done.exit_code == 0 and "m\\xfcnchen" in done.stdout
+
+
+def test_a_profile_of_fewer_nodes_needs_to_be_told(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    replace(measured_problem().profile, name="mine").save(path)
+    job = ["--model", model, "--nodes", "8", "--gpu-memory", "80", "--profile", str(path)]
+    code, _, err = amsp(*job)
+    assert code == 1 and "--extrapolate" in err
+    found = answer(*job, "--extrapolate", "--sharding", "zero3")
+    assert any("outside the measured meshes" in why for why in found["best"]["extrapolated"])
 
 
 def test_an_option_goes_before_the_files(model: str, tmp_path: Path) -> None:
@@ -270,19 +356,31 @@ WRONG: list[tuple[list[str], str]] = [
     (["--nods", "2"], "No such option: --nods"),
     (["--nodes"], "requires an argument"),
     (["more"], "unexpected extra argument"),
+    (["--nodes", "1000000007"], "--nodes: 1000000007 x 8 GPUs are more than 1,000,000"),
+    (["--seq-len", "9" * 40], "--seq-len: must be at most 1e+15, not 1.000e+40"),
+    (["--sharding", "1,1,\u00b2"], "is no factor"),
+    (["--hostfile", "{folder}/squared"], "line 1"),
+    (["--write", "{folder}"], "--write: {folder} is not a file"),
+    (["--model", "broken_at_import:make", "--nodes", "1"], "cannot be imported: ZeroDivisionError: division by zero"),
+    (["--model", "LLaMA-7B", "--nodes", "1", "--probe"], "--probe: the activations of LLaMA-7B are measured"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "says"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], says: str, model: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], says: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     files = {
         "text": "not JSON", "list": "[1]", "empty.json": "", "cut.json": '{"version": 1, "na',
         "uneven": "a slots=4\nb slots=8\n", "twice": "a slots=4\na slots=4\n",
+        "squared": "a slots=\u00b2\n", "broken_at_import.py": "1 / 0\n",
         "block.json": '{"amsp": {"sharding": "zero9"}}', "optimizer.json": '{"optimizer": {"type": "OneBitAdam"}}',
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     filled = [part.format(model=model, folder=tmp_path) for part in arguments]
+    monkeypatch.chdir(tmp_path)
     if arguments not in (WRONG[0][0], WRONG[1][0]):
         for option, value in (("--model", model), ("--nodes", "1")):
             filled = [option, value, *filled] if option not in filled else filled

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.layout import ParamSpec
+from deepspeed_amsp.plan.profile import Entry, Op, Point, meshes_needed
 from deepspeed_amsp.plan.solver import Modes, Objective, Problem
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec, UnitSpec
 
@@ -34,3 +35,16 @@ def small_problem(memory: float = 2e9, margin: float = 0.0, nodes: int = 2, trai
         modes=Modes(bucket_bytes=8 * 2**20),
         margin=margin,
     )
+
+
+def measured_problem(memory: float = 2e9) -> Problem:
+    """The same with a profile that knows its own number of nodes alone."""
+    problem = small_problem(memory)
+    shape = problem.cluster.data_parallel
+    sizes = (2**16, 2**20, 2**23)
+    entries = tuple(
+        Entry(op, mesh, tuple(Point(size, problem.profile.time(op, size, mesh)) for size in sizes))
+        for mesh in meshes_needed(shape)
+        for op in Op
+    )
+    return replace(problem, profile=replace(problem.profile, name="measured", links=None, entries=entries))

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_amsp.plan.advice import on_nodes, remedies, remedies_table
+from deepspeed_amsp.plan.explain import extrapolations, time_table
 from deepspeed_amsp.plan.factors import ShardFactor, preset
+from deepspeed_amsp.plan.profile import ProfileError
 from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.solver import Problem, Search, search, smallest_need
 from deepspeed_amsp.plan.specs import OPTIMIZERS, TrainSpec
 from deepspeed_amsp.plan.whatif import crossover, crossover_table, sensitivity, sensitivity_table
-from tests.plan.planning import small_problem
+from tests.plan.planning import measured_problem, small_problem
 
 HEAVY = TrainSpec(sequence=256, micro_batch=8, micro_batches=2, gradient_bytes=4)
 
@@ -183,3 +185,45 @@ def test_strategies_that_do_not_fit_say_what_they_miss(fits: Search) -> None:
     rival = next(r for r in scale.rivals if r.name == "ddp")
     assert rival.slower is None and rival.missing == pytest.approx(50e6, rel=0.2)
     assert f"needs {size(rival.missing or 0)} more" in crossover_table((scale,)).rows[0]
+
+
+def test_whole_tensors_have_advice_and_a_crossover_too() -> None:
+    """Their optimizers rule out zero3 and mics; that is no error, and no rival either."""
+    muon = TrainSpec(sequence=256, micro_batches=4, optimizer=OPTIMIZERS["muon"])
+    result = just_too_small(muon, 0.9)
+    found = remedies(result)
+    assert any(remedy.option.startswith("--nodes") for remedy in found), remedies_table(found).rows
+    scales = crossover(search(small_problem(train=muon)), most=16)
+    refused = {rival.name for scale in scales for rival in scale.rivals if rival.slower is rival.missing is None}
+    assert refused == {"zero3", "mics"}
+    assert "needs tensors cut" in {cell for row in crossover_table(scales).rows for cell in row}
+
+
+def test_nodes_that_were_not_measured_are_no_advice() -> None:
+    problem = measured_problem(memory=1e6)
+    assert not any("--nodes" in remedy.option for remedy in remedies(search(problem)))
+
+
+def test_other_memory_may_mean_other_modes() -> None:
+    """The choice is what a search with that much memory finds, also where its fastest modes do not fit any more."""
+    problem = small_problem()
+    peaks = sorted({found.memory.peak for found in search(problem).ranked})
+    for peak in peaks[:: max(len(peaks) // 4, 1)]:
+        cluster = replace(problem.cluster, gpu_memory=peak * 1.01)
+        result = search(replace(problem, cluster=cluster))
+        for shift in sensitivity(result):
+            if shift.what == "memory":
+                there = search(replace(problem, cluster=replace(cluster, gpu_memory=cluster.gpu_memory * shift.factor)))
+                assert (shift.best and shift.best.plan.sharding) == (there.best and there.best.plan.sharding)
+                assert shift.factor < 1 or shift.staying is not None
+
+
+def test_a_measured_profile_extrapolates_if_told_to() -> None:
+    problem = on_nodes(measured_problem(), 8)
+    with pytest.raises(ProfileError, match="--extrapolate"):
+        search(problem)
+    told = search(replace(problem, profile=replace(problem.profile, extrapolates=True)))
+    assert told.best is not None
+    notes = [why for why in extrapolations(told.ranked[-1]) if "is outside the measured meshes" in why]
+    assert notes
+    assert extrapolations(told.best) == tuple(n.removeprefix("extrapolated: ") for n in time_table(told).notes)

@@ -298,3 +298,10 @@ def test_errors_name_the_file_and_the_key_in_one_line(what: str, tmp_path: Path)
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(SpecError, match="llama-7b, llama-13b, llama-30b, llama-65b"):
         load_model("llama-8b")
+
+
+def test_a_null_of_key_value_heads_is_no_default_of_the_family() -> None:
+    """transformers takes num_attention_heads there, and its class's own number only where the key is absent."""
+    config = {**small("mistral"), "num_attention_heads": 4}
+    nulled = from_config({**config, "num_key_value_heads": None})
+    assert nulled.numel == from_config({**config, "num_key_value_heads": 4}).numel
