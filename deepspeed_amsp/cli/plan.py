@@ -237,7 +237,8 @@ def _request(given: dict[str, str], switches: dict[str, bool], read: FromConfig,
     for name, example in (("model", "llama-7b"), ("nodes", "16")):
         if name not in values:
             raise RequestError(name, f"is needed, for example --{name} {example}")
-    return Request(**values, **switches, modes=read.modes, factory=_probe)
+    values |= switches
+    return Request(**values, modes=read.modes, factory=_probe)
 
 
 def _batch_of(read: FromConfig, given: dict[str, str], problem: Problem) -> TrainSpec:
