@@ -133,7 +133,7 @@ def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: C
     sharding = Sharding(p, g, states, ShardFactor(RANKS_PER_NODE, nodes))
     plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_bytes)
     train = TrainSpec(sequence=64, micro_batches=row.micro_batches, padding_limit=1.0)
-    return step_time(model, plan, train, profile, compute)
+    return step_time(model, plan, train, profile, compute, polled=True)
 
 
 # ---- report ------------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class Compared(NamedTuple):
         return self.predicted.seconds / self.measured - 1
 
 
-def run(nodes: int, args: argparse.Namespace) -> list[Compared]:
-    """One cluster."""
+def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One cluster: all that was measured, as JSON values."""
     rows = [Row(None, m, args.nic) for m in args.micro_batches]
     for m in args.micro_batches:
         rows += [Row(factors, m, args.nic, "full", False, args.bucket_bytes) for factors in plans(nodes)]
@@ -184,17 +184,41 @@ def run(nodes: int, args: argparse.Namespace) -> list[Compared]:
     with emulated_cluster(spec) as cluster:
         command = [sys.executable, "-m", "benchmarks.plan_vs_measured", "--on-rank", json.dumps(job)]
         cluster.run(command, timeout_s=patience, env=env, on_line=take)
-    entries = tuple(Entry(op, mesh, tuple(sorted(found))) for (op, mesh), found in points.items())
+    raw = {
+        "nodes": nodes,
+        "forward_ms": args.forward_ms,
+        "points": [
+            [op.value, mesh.as_list(), *point] for (op, mesh), found in points.items() for point in sorted(found)
+        ],
+        "rows": [
+            {"row": row.as_dict(), "seconds": durations[index], "phases": [list(p.parts) for p in phases[index]]}
+            for index, row in enumerate(rows)
+        ],
+    }
+    if args.out:
+        with args.out.open("a", encoding="utf-8") as file:
+            print(json.dumps(raw), file=file)
+    return raw
+
+
+def compare(raw: dict[str, Any]) -> list[Compared]:
+    """Predict every row from the profile and the computation of the same launch."""
+    points: dict[tuple[Op, ShardFactor], list[Point]] = {}
+    for op, mesh, *point in raw["points"]:
+        points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(*point))
+    entries = tuple(Entry(op, mesh, tuple(found)) for (op, mesh), found in points.items())
+    nodes = raw["nodes"]
     profile = Profile("emulated", RANKS_PER_NODE, nodes, entries)
     model = model_spec()
+    rows = [(Row.from_dict(entry["row"]), entry) for entry in raw["rows"]]
     by_m = {
-        row.micro_batches: computation(model, _typical(phases[index]), args.forward_ms)
-        for index, row in enumerate(rows)
+        row.micro_batches: computation(model, _typical([Phases(*p) for p in entry["phases"]]), raw["forward_ms"])
+        for row, entry in rows
         if row.factors is None
     }
     return [
-        Compared(row, median(durations[index]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
-        for index, row in enumerate(rows)
+        Compared(row, median(entry["seconds"]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
+        for row, entry in rows
         if row.factors is not None
     ]
 
@@ -245,7 +269,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
     parser.add_argument("--forward-ms", type=float, default=40, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
-    parser.add_argument("--out", type=Path, help="write measured and predicted seconds to this file, as JSON")
+    parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
+    parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [shape.split("x") for shape in args.cluster]
@@ -264,13 +289,16 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 1:
         console.print(f"[yellow]load average {load:.1f}: other work runs on this machine, times will be too long[/]")
-    results: dict[int, list[Compared]] = {}
+    measured: list[dict[str, Any]] = []
     try:
-        for nodes in args.nodes:
-            results[nodes] = run(nodes, args)
+        if args.saved:
+            measured = [json.loads(line) for line in args.saved.read_text(encoding="utf-8").splitlines()]
+        for nodes in [] if args.saved else args.nodes:
+            measured.append(run(nodes, args))
     except ClusterUnavailable as error:
         console.print(f"[red]{error}[/]")
         return 2
+    results = {raw["nodes"]: compare(raw) for raw in measured}
     everything = [one for compared in results.values() for one in compared]
     for nodes, compared in results.items():
         console.print(table(nodes, compared, args))
@@ -280,13 +308,6 @@ def main() -> int:
     console.print(
         f"error: median {100 * median(errors):.1f} %, largest {100 * max(errors):.1f} % of {len(errors)} runs"
     )
-    if args.out:
-        rows = [
-            {"nodes": nodes, **one.row.as_dict(), "measured": one.measured, "predicted": one.predicted.seconds}
-            for nodes, compared in results.items()
-            for one in compared
-        ]
-        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return 0
 
 

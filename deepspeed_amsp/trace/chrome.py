@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed_amsp.trace.reading import KINDS, Trip, union
 from deepspeed_amsp.trace.recorder import Recorder
 
-ROWS = ("step", "compute", *KINDS, "setup")
+ROWS = ("step", "compute", *KINDS, "setup", "profile")
 LANES = 1000
 """tid of a row: its index times this; its lanes follow."""
 

@@ -209,7 +209,7 @@ def test_collectives_in_flight_together_get_lanes() -> None:
 
 def test_every_purpose_has_a_row() -> None:
     assert {purpose.value for purpose in Purpose} <= set(ROWS)
-    assert {*KINDS, "setup"} == {purpose.value for purpose in Purpose}
+    assert {*KINDS, "setup", "profile"} == {purpose.value for purpose in Purpose}
 
 
 def test_time_in_flight_counts_once() -> None:

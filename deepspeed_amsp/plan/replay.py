@@ -1,0 +1,393 @@
+"""A replay of the executor's schedule on the clocks of one rank: computation, a node's links, and the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from deepspeed_amsp.plan.owners import geometry
+from deepspeed_amsp.plan.profile import Profile
+from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.plan.routes import Routes, Stages, buckets
+from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
+
+NODE, CROSS = 0, 1
+KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
+"""What computation can wait for, by the name of the overlap switch."""
+
+IN_FLIGHT = 4
+"""Reductions under way when another one starts, where they are polled (`schedule.reduce.IN_FLIGHT`)."""
+
+Timed = list[tuple[int, float]]
+"""(link, seconds) of each stage."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of computation: forward and backward by unit for one micro-batch, and an update of one element.
+
+    recomputed: for a unit whose layer is recomputed, the forward that its backward repeats (0 otherwise).
+    fixed: seconds of a step that are neither, on the host.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    recomputed: tuple[float, ...]
+    update: float
+    fixed: float = 0.0
+
+    def step(self, micro_batches: int) -> float:
+        """Seconds of M micro-batches without any communication and update."""
+        once = sum(self.forward) + sum(self.backward) + sum(self.recomputed)
+        return micro_batches * once + self.fixed
+
+
+@dataclass(frozen=True)
+class Sends:
+    """Durations of everything a plan sends, and the sizes that decide when.
+
+    members: by bucket, how many units. updates: by bucket, elements (see `owners.Geometry`). recomputed: by unit, the
+    run of units of its layer if that is recomputed, else an empty one.
+    """
+
+    gather: list[Timed]
+    gathered_bytes: list[float]
+    param_reduce: list[Timed]
+    members: list[int]
+    partial: list[Timed]
+    final: list[Timed]
+    publish: list[Timed]
+    updates: tuple[int, ...]
+    scalars: Timed
+    recomputed: list[range]
+    bucket_of: list[int | None]
+
+    @property
+    def buckets(self) -> int:
+        return len(self.members)
+
+
+def _timed(stages: Stages, profile: Profile) -> Timed:
+    return [
+        (CROSS if message.mesh.s1 > 1 else NODE, message.copies * profile.time(message.op, message.size, message.mesh))
+        for message in stages
+    ]
+
+
+def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> Sends:
+    """Durations by the profile. Raises ProfileError for a group outside its data."""
+    routes, wire = Routes(plan), train.parameter_bytes
+
+    @cache
+    def unit(size: float) -> tuple[Timed, Timed]:
+        return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
+
+    @cache
+    def reduced(size: float) -> tuple[Timed, Timed]:
+        return _timed(routes.partial(size), profile), _timed(routes.final(size), profile)
+
+    @cache
+    def published(size: float, gathered: bool) -> Timed:
+        return _timed(routes.publish(size, gathered), profile)
+
+    made, places = buckets(model, plan, train), geometry(model, plan, train)
+    sizes = [wire * float(member.numel) for member in model.units]
+    bucket_of: list[int | None] = [None] * len(model.units)
+    for index, bucket in enumerate(made):
+        for member in bucket.units:
+            bucket_of[member] = index
+    layers = model.ranges
+    return Sends(
+        gather=[unit(size)[0] for size in sizes],
+        gathered_bytes=sizes,
+        param_reduce=[unit(size)[1] if u.trainable_numel else [] for size, u in zip(sizes, model.units, strict=True)],
+        members=[len(bucket.units) for bucket in made],
+        partial=[reduced(bucket.reduced)[0] for bucket in made],
+        final=[reduced(bucket.reduced)[1] for bucket in made],
+        publish=[published(bucket.published, bucket.gathered) for bucket in made],
+        updates=places.updates_forward if train.gradient_clipping else places.updates_backward,
+        scalars=_timed(routes.scalars(), profile),
+        recomputed=[
+            layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
+        ],
+        bucket_of=bucket_of,
+    )
+
+
+@dataclass
+class Replay:
+    """The clocks: ``now`` of computation, ``free`` of the links; and when what is under way will have arrived."""
+
+    sends: Sends
+    plan: Plan
+    times: Compute
+    model: ModelSpec
+    now: float = 0.0
+    updating: float = 0.0
+    free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    published: dict[int, float] = field(default_factory=dict)
+    reduced: dict[int, float] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.total_forward = sum(self.times.forward)
+
+    def send(self, stages: Timed, ready: float) -> float:
+        """Arrival of what is ready to be sent at ``ready``."""
+        free = self.free
+        for link, seconds in stages:
+            start = free[link]
+            if ready > start:
+                start = ready
+            ready = free[link] = start + seconds
+        return ready
+
+    def wait(self, until: float, kind: str) -> None:
+        """Computation stands until then."""
+        if until > self.now:
+            self.exposed[kind] += until - self.now
+            self.now = until
+
+    def skip(self, seconds: float) -> None:
+        """As if time had passed with nothing new under way at its end."""
+        self.now += seconds
+        self.free = [at + seconds for at in self.free]
+        for arrivals in (self.published, self.reduced):
+            arrivals.update({key: at + seconds for key, at in arrivals.items()})
+
+    # --- the step --------------------------------------------------------------------------------------------
+
+    def step_phase(self, update: bool) -> None:
+        """The norm, then owners ``update`` and publish bucket by bucket in forward order; or they only publish."""
+        if update:
+            self.wait(self.send(self.sends.scalars, self.now), "all_reduce")
+        for index, stages in enumerate(self.sends.publish):
+            if update:
+                self.update(index)
+            if stages:
+                self.published[index] = self.send(stages, self.now)
+                if not self.plan.overlap.publish:
+                    self.wait(self.published.pop(index), "publish")
+
+    def end_of_step(self, update: bool) -> None:
+        """Gradients arrive at their owners, the last bucket first, and owners may ``update`` it at once."""
+        for index in reversed(range(self.sends.buckets)):
+            self.wait(self.reduced.pop(index, 0.0), "all_reduce")
+            if update:
+                self.update(index)
+
+    def update(self, index: int) -> None:
+        """Until the slowest owner of a bucket has done its part."""
+        seconds = self.times.update * self.sends.updates[index]
+        self.now += seconds
+        self.updating += seconds
+
+    # --- a micro-batch ---------------------------------------------------------------------------------------
+
+    def micro_batch(self, first: bool, last: bool) -> None:
+        """Forward and backward."""
+        self.forward(first)
+        if last:
+            self.backward(self.sends.final)
+        else:
+            self.backward(self.sends.partial if self.plan.sharding.optim_inner > 1 else None)
+
+    def forward(self, first: bool) -> None:
+        """Units in order; gathers run ahead by bytes."""
+        if self.plan.sharding.s_p == 1:
+            self.forward_whole(first)
+            return
+        sizes, count = self.sends.gathered_bytes, len(self.sends.gathered_bytes)
+        budget = self.plan.prefetch_bytes if self.plan.overlap.gather else 0
+        arrivals = [0.0] * count
+        issued, ahead = 0, 0.0  # units whose gather was issued, and their bytes behind the one that runs
+        for unit in range(count):
+            if issued == unit:
+                arrivals[unit] = self.gather(unit)
+                issued += 1
+            else:
+                ahead -= sizes[unit]
+            while issued < count and ahead < budget:
+                arrivals[issued] = self.gather(issued)
+                ahead += sizes[issued]
+                issued += 1
+            if arrivals[unit] > self.now:
+                self.wait(arrivals[unit], "gather")
+            self.now += self.times.forward[unit]
+        self.keep()
+
+    def forward_whole(self, first: bool) -> None:
+        """Nothing to gather: only what the last step published is waited for."""
+        if not (first and self.published):
+            self.now += self.total_forward
+            return
+        for unit, seconds in enumerate(self.times.forward):
+            self.await_publish(unit)
+            self.now += seconds
+
+    def keep(self) -> None:
+        """The last units used stay gathered, as far as they may."""
+        left = self.plan.kept_bytes
+        self.kept.clear()
+        for unit in reversed(range(len(self.sends.gathered_bytes))) if left else ():
+            left -= self.sends.gathered_bytes[unit]
+            if left < 0:
+                break
+            self.kept.add(unit)
+
+    def backward(self, routes: list[Timed] | None) -> None:
+        """Units in reverse, recomputed layers as a whole; ``routes`` of the buckets that are reduced now."""
+        pending = list(self.sends.members)
+        arrived = [0.0] * len(pending)
+        gathered: dict[int, float] = {}
+        sharded, ahead = self.plan.sharding.s_p > 1, self.plan.overlap.gather and self.plan.prefetch_bytes > 0
+        unit = len(self.times.backward) - 1
+        while unit >= 0:
+            run = self.sends.recomputed[unit]
+            if run:
+                before = self.sends.recomputed[run.start - 1] if run.start else range(0)
+                self.recompute(run, before if ahead else range(0), gathered)
+            elif sharded:
+                arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
+                if unit and ahead and unit - 1 not in gathered:
+                    gathered[unit - 1] = self.gather(unit - 1)
+                if arrival > self.now:
+                    self.wait(arrival, "gather")
+            for member in reversed(run) if run else (unit,):
+                self.now += self.times.backward[member]
+                self.reduce(member, pending, arrived, routes)
+            unit = (run.start if run else unit) - 1
+        self.kept.clear()
+        self.end_backward(arrived, pending, routes)
+        if routes is not None and not self.plan.overlap.all_reduce:
+            for index in reversed(range(len(pending))):
+                self.wait(self.start(index, routes, self.now), "all_reduce")
+
+    def recompute(self, run: range, before: range, gathered: dict[int, float]) -> None:
+        """A layer's forward once more; its parameters stay gathered, and those of the layer ``before`` come along."""
+        sharded = self.plan.sharding.s_p > 1
+        for unit in run:
+            if sharded:
+                arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
+                for coming in before if unit == run.start else ():
+                    gathered[coming] = self.gather(coming)
+                if arrival > self.now:
+                    self.wait(arrival, "gather")
+            self.now += self.times.recomputed[unit]
+
+    def gather(self, unit: int) -> float:
+        """Issue it, unless it was kept; when it will have arrived."""
+        if unit in self.kept:
+            return self.now
+        if self.published:
+            self.await_publish(unit)
+        arrival = self.send(self.sends.gather[unit], self.now)
+        if not self.plan.overlap.gather:
+            self.wait(arrival, "gather")
+        return arrival
+
+    def await_publish(self, unit: int) -> None:
+        """The working copies of a unit are current."""
+        index = self.sends.bucket_of[unit]
+        if index is not None and index in self.published:
+            self.wait(self.published.pop(index), "publish")
+
+    def reduce(self, unit: int, pending: list[int], arrived: list[float], routes: list[Timed] | None) -> None:
+        """A unit's gradient is complete: over ``param``, and with the last of its bucket to the owner."""
+        index = self.sends.bucket_of[unit]
+        if index is None:
+            return
+        done = self.send(self.sends.param_reduce[unit], self.now)
+        if not self.plan.overlap.reduce_scatter:
+            self.wait(done, "reduce_scatter")
+        arrived[index] = max(arrived[index], done) if self.sends.param_reduce[unit] else 0.0
+        pending[index] -= 1
+        if not pending[index] and routes is not None and self.plan.overlap.all_reduce:
+            self.start(index, routes, max(self.now, arrived[index]))
+
+    def start(self, index: int, routes: list[Timed], ready: float) -> float:
+        """A bucket's reduction, after that of the micro-batch before."""
+        self.reduced[index] = self.send(routes[index], max(ready, self.reduced.get(index, 0.0)))
+        return self.reduced[index]
+
+    def end_backward(self, arrived: list[float], pending: list[int], routes: list[Timed] | None) -> None:
+        """Gradients over ``param`` must have come before the next micro-batch adds to them."""
+        self.wait(max(arrived, default=0.0), "reduce_scatter")
+
+
+@dataclass
+class _Flight:
+    """A reduction: what is left to be sent, and when the stage that was sent last is done."""
+
+    key: int
+    left: Timed
+    done: float
+
+
+@dataclass
+class PolledReplay(Replay):
+    """As `schedule.pipeline` moves reductions on where waiting would block the host."""
+
+    units: list[_Flight] = field(default_factory=list)
+    buckets: list[_Flight] = field(default_factory=list)
+
+    def reduce(self, unit: int, pending: list[int], arrived: list[float], routes: list[Timed] | None) -> None:
+        index = self.sends.bucket_of[unit]
+        if index is None:
+            return
+        self.poll(pending, routes)
+        stages = self.sends.param_reduce[unit]
+        if not stages:
+            self.staged(index, pending, routes)
+            return
+        self.units.append(_Flight(index, [], self.send(stages, self.now)))
+        while len(self.units) > IN_FLIGHT or (self.units and not self.plan.overlap.reduce_scatter):
+            self.wait(self.units[0].done, "reduce_scatter")
+            self.poll(pending, routes)
+
+    def poll(self, pending: list[int], routes: list[Timed] | None) -> None:
+        """A gradient arrives: move on whatever is done."""
+        while self.units and self.units[0].done <= self.now:
+            self.staged(self.units.pop(0).key, pending, routes)
+        flying, self.buckets = self.buckets, []
+        for flight in flying:
+            while flight.left and flight.done <= self.now:
+                flight.done = self.send([flight.left.pop(0)], self.now)
+            if flight.left:
+                self.buckets.append(flight)
+            self.reduced[flight.key] = flight.done
+
+    def staged(self, index: int, pending: list[int], routes: list[Timed] | None) -> None:
+        """A unit's gradient is in its bucket."""
+        pending[index] -= 1
+        if not pending[index] and routes is not None and self.plan.overlap.all_reduce:
+            self.start_polled(index, routes)
+
+    def start_polled(self, index: int, routes: list[Timed]) -> None:
+        """Send a bucket's first stage; too many under way are waited for."""
+        while len(self.buckets) > IN_FLIGHT:
+            self.next_stage(self.buckets[0])
+        if not routes[index]:
+            return
+        first, *left = routes[index]
+        done = self.send([first], max(self.now, self.reduced.get(index, 0.0)))
+        self.reduced[index] = done
+        if left:
+            self.buckets.append(_Flight(index, left, done))
+
+    def next_stage(self, flight: _Flight) -> None:
+        """Wait for a stage and send the next one."""
+        self.wait(flight.done, "all_reduce")
+        flight.done = self.send([flight.left.pop(0)], self.now)
+        self.reduced[flight.key] = flight.done
+        if not flight.left:
+            self.buckets.remove(flight)
+
+    def end_backward(self, arrived: list[float], pending: list[int], routes: list[Timed] | None) -> None:
+        while self.units:
+            self.wait(self.units[0].done, "reduce_scatter")
+            self.poll(pending, routes)
+        while self.buckets:
+            for flight in list(self.buckets):
+                self.next_stage(flight)
