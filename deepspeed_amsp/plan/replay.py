@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import heappop, heappush
+from itertools import count
 
 from deepspeed_amsp.plan.owners import geometry
 from deepspeed_amsp.plan.profile import Profile
@@ -115,6 +118,15 @@ def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -
 
 
 @dataclass
+class Flight:
+    """Something under way in stages: what is left to be sent, and when what was sent last is done."""
+
+    key: int
+    left: Timed
+    done: float
+
+
+@dataclass
 class Replay:
     """The clocks: ``now`` of computation, ``free`` of the links; and when what is under way will have arrived."""
 
@@ -126,22 +138,52 @@ class Replay:
     updating: float = 0.0
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    published: dict[int, float] = field(default_factory=dict)
-    reduced: dict[int, float] = field(default_factory=dict)
+    published: dict[int, Flight] = field(default_factory=dict)
+    reduced: dict[int, Flight] = field(default_factory=dict)
+    flying: list[tuple[float, int, Flight]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
     kept: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.total_forward = sum(self.times.forward)
 
     def send(self, stages: Timed, ready: float) -> float:
-        """Arrival of what is ready to be sent at ``ready``."""
-        free = self.free
+        """Arrival of what is sent at ``ready``, now or at the end of what was sent last."""
+        self.advance(ready)
         for link, seconds in stages:
-            start = free[link]
-            if ready > start:
-                start = ready
-            ready = free[link] = start + seconds
+            ready = self.occupy(link, seconds, ready)
         return ready
+
+    def occupy(self, link: int, seconds: float, ready: float) -> float:
+        """First come, first served."""
+        start = self.free[link]
+        if ready > start:
+            start = ready
+        self.free[link] = end = start + seconds
+        return end
+
+    def launch(self, stages: Timed, ready: float) -> Flight:
+        """Something whose later stages go out by themselves, each when the one before is done."""
+        flight = Flight(next(self.numbers), list(stages), ready)
+        if stages:
+            heappush(self.flying, (ready, flight.key, flight))
+            self.advance(self.now)
+        return flight
+
+    def advance(self, until: float) -> None:
+        """Send all stages that are due by then, in order of time: links serve who comes first, not who was planned."""
+        while self.flying and self.flying[0][0] <= until:
+            due, key, flight = heappop(self.flying)
+            link, seconds = flight.left.pop(0)
+            flight.done = self.occupy(link, seconds, due)
+            if flight.left:
+                heappush(self.flying, (flight.done, key, flight))
+
+    def arrival(self, flight: Flight) -> float:
+        """When all of it will be there."""
+        while flight.left:
+            self.advance(self.flying[0][0])
+        return flight.done
 
     def wait(self, until: float, kind: str) -> None:
         """Computation stands until then."""
@@ -153,8 +195,9 @@ class Replay:
         """As if time had passed with nothing new under way at its end."""
         self.now += seconds
         self.free = [at + seconds for at in self.free]
-        for arrivals in (self.published, self.reduced):
-            arrivals.update({key: at + seconds for key, at in arrivals.items()})
+        for flight in {id(f): f for f in (*self.published.values(), *self.reduced.values())}.values():
+            flight.done += seconds
+        self.flying = [(due + seconds, key, flight) for due, key, flight in self.flying]
 
     # --- the step --------------------------------------------------------------------------------------------
 
@@ -166,14 +209,15 @@ class Replay:
             if update:
                 self.update(index)
             if stages:
-                self.published[index] = self.send(stages, self.now)
+                self.published[index] = self.launch(stages, self.now)
                 if not self.plan.overlap.publish:
-                    self.wait(self.published.pop(index), "publish")
+                    self.wait(self.arrival(self.published.pop(index)), "publish")
 
     def end_of_step(self, update: bool) -> None:
         """Gradients arrive at their owners, the last bucket first, and owners may ``update`` it at once."""
         for index in reversed(range(self.sends.buckets)):
-            self.wait(self.reduced.pop(index, 0.0), "all_reduce")
+            if index in self.reduced:
+                self.wait(self.arrival(self.reduced.pop(index)), "all_reduce")
             if update:
                 self.update(index)
 
@@ -198,17 +242,17 @@ class Replay:
         if self.plan.sharding.s_p == 1:
             self.forward_whole(first)
             return
-        sizes, count = self.sends.gathered_bytes, len(self.sends.gathered_bytes)
+        sizes, units = self.sends.gathered_bytes, len(self.sends.gathered_bytes)
         budget = self.plan.prefetch_bytes if self.plan.overlap.gather else 0
-        arrivals = [0.0] * count
+        arrivals = [0.0] * units
         issued, ahead = 0, 0.0  # units whose gather was issued, and their bytes behind the one that runs
-        for unit in range(count):
+        for unit in range(units):
             if issued == unit:
                 arrivals[unit] = self.gather(unit)
                 issued += 1
             else:
                 ahead -= sizes[unit]
-            while issued < count and ahead < budget:
+            while issued < units and ahead < budget:
                 arrivals[issued] = self.gather(issued)
                 ahead += sizes[issued]
                 issued += 1
@@ -262,7 +306,8 @@ class Replay:
         self.end_backward(arrived, pending, routes)
         if routes is not None and not self.plan.overlap.all_reduce:
             for index in reversed(range(len(pending))):
-                self.wait(self.start(index, routes, self.now), "all_reduce")
+                self.start(index, routes, self.now)
+                self.wait(self.arrival(self.reduced[index]), "all_reduce")
 
     def recompute(self, run: range, before: range, gathered: dict[int, float]) -> None:
         """A layer's forward once more; its parameters stay gathered, and those of the layer ``before`` come along."""
@@ -291,7 +336,7 @@ class Replay:
         """The working copies of a unit are current."""
         index = self.sends.bucket_of[unit]
         if index is not None and index in self.published:
-            self.wait(self.published.pop(index), "publish")
+            self.wait(self.arrival(self.published.pop(index)), "publish")
 
     def reduce(self, unit: int, pending: list[int], arrived: list[float], routes: list[Timed] | None) -> None:
         """A unit's gradient is complete: over ``param``, and with the last of its bucket to the owner."""
@@ -306,10 +351,11 @@ class Replay:
         if not pending[index] and routes is not None and self.plan.overlap.all_reduce:
             self.start(index, routes, max(self.now, arrived[index]))
 
-    def start(self, index: int, routes: list[Timed], ready: float) -> float:
-        """A bucket's reduction, after that of the micro-batch before."""
-        self.reduced[index] = self.send(routes[index], max(ready, self.reduced.get(index, 0.0)))
-        return self.reduced[index]
+    def start(self, index: int, routes: list[Timed], ready: float) -> None:
+        """A bucket's reduction, after that of the micro-batch before; when it will be through."""
+        if index in self.reduced:
+            ready = max(ready, self.arrival(self.reduced.pop(index)))
+        self.reduced[index] = self.launch(routes[index], ready)
 
     def end_backward(self, arrived: list[float], pending: list[int], routes: list[Timed] | None) -> None:
         """Gradients over ``param`` must have come before the next micro-batch adds to them."""
@@ -317,20 +363,11 @@ class Replay:
 
 
 @dataclass
-class _Flight:
-    """A reduction: what is left to be sent, and when the stage that was sent last is done."""
-
-    key: int
-    left: Timed
-    done: float
-
-
-@dataclass
 class PolledReplay(Replay):
     """As `schedule.pipeline` moves reductions on where waiting would block the host."""
 
-    units: list[_Flight] = field(default_factory=list)
-    buckets: list[_Flight] = field(default_factory=list)
+    units: list[Flight] = field(default_factory=list)
+    buckets: list[Flight] = field(default_factory=list)
 
     def reduce(self, unit: int, pending: list[int], arrived: list[float], routes: list[Timed] | None) -> None:
         index = self.sends.bucket_of[unit]
@@ -341,7 +378,7 @@ class PolledReplay(Replay):
         if not stages:
             self.staged(index, pending, routes)
             return
-        self.units.append(_Flight(index, [], self.send(stages, self.now)))
+        self.units.append(Flight(index, [], self.send(stages, self.now)))
         while len(self.units) > IN_FLIGHT or (self.units and not self.plan.overlap.reduce_scatter):
             self.wait(self.units[0].done, "reduce_scatter")
             self.poll(pending, routes)
@@ -356,7 +393,6 @@ class PolledReplay(Replay):
                 flight.done = self.send([flight.left.pop(0)], self.now)
             if flight.left:
                 self.buckets.append(flight)
-            self.reduced[flight.key] = flight.done
 
     def staged(self, index: int, pending: list[int], routes: list[Timed] | None) -> None:
         """A unit's gradient is in its bucket."""
@@ -370,17 +406,20 @@ class PolledReplay(Replay):
             self.next_stage(self.buckets[0])
         if not routes[index]:
             return
+        if index in self.reduced:
+            earlier = self.reduced[index]
+            while earlier.left:
+                self.next_stage(earlier)
+            self.wait(earlier.done, "all_reduce")
         first, *left = routes[index]
-        done = self.send([first], max(self.now, self.reduced.get(index, 0.0)))
-        self.reduced[index] = done
+        flight = self.reduced[index] = Flight(index, left, self.send([first], self.now))
         if left:
-            self.buckets.append(_Flight(index, left, done))
+            self.buckets.append(flight)
 
-    def next_stage(self, flight: _Flight) -> None:
+    def next_stage(self, flight: Flight) -> None:
         """Wait for a stage and send the next one."""
         self.wait(flight.done, "all_reduce")
         flight.done = self.send([flight.left.pop(0)], self.now)
-        self.reduced[flight.key] = flight.done
         if not flight.left:
             self.buckets.remove(flight)
 
