@@ -10,6 +10,7 @@ import typer
 
 from deepspeed_amsp.cli.options import fail
 from deepspeed_amsp.cli.show import show as show_tables
+from deepspeed_amsp.plan.factors import COMPONENTS
 from deepspeed_amsp.plan.report import Table
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints; no GPU is needed.")
@@ -47,7 +48,7 @@ def show(path: Annotated[Path, _PATH]) -> None:
     except (CheckpointError, OSError) as error:
         fail("checkpoint show", str(error))
     manifest, plan = archive.manifest, archive.manifest.plan
-    factors = ", ".join(f"{name} {value}" for name, value in plan["sharding"].items())
+    factors = ", ".join(f"{name} {plan['sharding'][name]}" for name in COMPONENTS)
     lines = [
         f"{archive.folder}: tag {manifest.tag}, step {manifest.global_steps}",
         f"written by {plan['world_size']} ranks {plan['data_parallel']}: {factors}",
