@@ -25,16 +25,17 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
         CheckpointError: on every rank, if ``work`` failed on one, or if not all ranks came here within the
             timeout of the default process group.
     """
-    reason, result = None, None
+    reason, result, cause = None, None, None
     try:
         result = work()
     except Exception as error:  # noqa: BLE001 - whatever went wrong, the other ranks must hear of it
+        cause = error
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     answers = _exchanged(what, (reason, result))
     failed = {rank: text for rank, (text, _) in enumerate(answers) if text is not None}
     if failed:
-        raise CheckpointError(f"{what} failed: {_reasons(failed)}")
-    return [value for _, value in answers]
+        raise CheckpointError(f"{what} failed: {_reasons(failed)}") from cause
+    return [value for _, value in answers]  # type: ignore[misc]  # a rank without a reason has a result
 
 
 def alone(what: str, rank: int, work: Callable[[], T]) -> T:
