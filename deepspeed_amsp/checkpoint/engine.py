@@ -128,7 +128,8 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         return str(loaded.path), loaded.state["client_state"]
 
     def _state_to_save(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        scaler = vars(self.optimizer.loss_scaler)
+        # A static scale says nothing to a run with a dynamic one (another dtype), and is configuration otherwise.
+        scaler = vars(self.optimizer.loss_scaler) if self.optimizer.dynamic_loss_scale else {}
         sampler, scheduler = self._data_sampler(), self.lr_scheduler
         return {
             "client_state": dict(client_state),

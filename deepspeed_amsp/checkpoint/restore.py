@@ -175,8 +175,9 @@ class Restore:
             for name, key in found.items()
             if key is not None and manifest.tensors[key].shape != tuple(shapes[name])
         ]
-        missing = sorted(name for name, key in found.items() if key is None and name not in manifest.left_out)
-        missing += sorted(name for name in rest.keys() - shapes.keys() if name not in self._saved["objects"])
+        there = {*manifest.left_out, *self._saved["objects"]}
+        missing = sorted(name for name, key in found.items() if key is None and name not in there)
+        missing += sorted(rest.keys() - shapes.keys() - there)
         mine = aliases(self._module)
         used = {manifest.stored_name(name) for name in shapes} | mine.keys()
         unexpected = sorted(manifest.names() - used)
