@@ -33,8 +33,6 @@ from deepspeed_amsp.state_access import StateAccess
 from deepspeed_amsp.update import OwnerUpdate
 from deepspeed_amsp.verify import verify_replicas
 
-CHECKPOINT_FORMAT = 1
-
 
 class AMSPOptimizer(OptimizerSurface):
     """Owner-sharded optimizer with independent factors for P, G and OS.
@@ -367,37 +365,16 @@ class AMSPOptimizer(OptimizerSurface):
         self.refresh_fp32_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and optimizer states that this rank owns, with the plan that cut them."""
-        return {"format": CHECKPOINT_FORMAT, "plan": self.plan.fingerprint(), **self.states.state_dict()}
+        """The basic optimizer's, of the masters that this rank owns. Checkpoints are the engine's business."""
+        return self.optimizer.state_dict()
 
-    def load_state_dict(
-        self,
-        state_dict_list: Sequence[Mapping[str, Any]],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-        **_: Any,
-    ) -> None:
-        """Load what `state_dict` of the same rank, plan and world size made.
-
-        Args:
-            load_from_fp32_weights: False makes the masters from the working copies that were loaded before.
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """Refused, since what a rank owns depends on the plan.
 
         Raises:
-            LayoutError: the checkpoint is not ours, or its pieces have other owners.
+            LayoutError: always.
         """
-        index = self._mesh.scalars.index
-        saved = state_dict_list[index] if index < len(state_dict_list) else None
-        if saved is None or saved.get("format") != CHECKPOINT_FORMAT:
-            raise LayoutError(
-                "the checkpoint holds no amsp optimizer states of this format; load it with the engine that "
-                "wrote it, or pass load_optimizer_states=False to start from its weights"
-            )
-        self.values_change()
-        self.states.load_state_dict(saved, load_optimizer_states, load_from_fp32_weights)
-        if load_from_fp32_weights:
-            self.publish_all()
-        else:
-            self.refresh_fp32_params()
+        raise LayoutError("optimizer states are loaded by engine.load_checkpoint, which finds their owners")
 
     def offload_states(self, include: Collection[Any], device: Any, pin_memory: bool, non_blocking: bool) -> None:
         """Move the named states to the CPU (between steps, to make room); `reload_states` brings them back."""

@@ -1,24 +1,32 @@
 """What of DeepSpeed's engine saves, loads and exports, for states that are cut by the plan.
 
-A checkpoint is for the plan, world size and node order that wrote it.
+A checkpoint outlives the plan: it can be loaded by any plan, on any number of ranks.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 
-from deepspeed_amsp.checkpoint.plan_file import check_written_plan, write_plan
-from deepspeed_amsp.partition.params import ShardedUnit, Unit
-from deepspeed_amsp.plan.layout import LayoutError
+from deepspeed_amsp.checkpoint.contents import aliases
+from deepspeed_amsp.checkpoint.load import Loaded, load
+from deepspeed_amsp.checkpoint.restore import Choice
+from deepspeed_amsp.checkpoint.save import About, save
+from deepspeed_amsp.checkpoint.together import together
+from deepspeed_amsp.partition.params import ShardedUnit
 from deepspeed_amsp.runtime import Runtime
+
+_SCALER_PROGRESS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scaler has learned; the rest of it is configuration."""
 
 
 class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -43,117 +51,129 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
     def zero_optimization_partition_weights(self) -> bool:
         return not self._unpartitioned_view and bool(super().zero_optimization_partition_weights())
 
-    def _configure_checkpointing(self) -> None:
-        super()._configure_checkpointing()
-        first_replica = self.amsp.mesh.first_replica
-        self.save_zero_checkpoint = first_replica
-        if self._sharded:
-            self.save_non_zero_checkpoint = first_replica
-
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state; with s_p > 1 this rank's shards under ``amsp_shards`` instead of parameters."""
+        """The module's state, current; with s_p > 1 parameters in it are empty, as in the module itself."""
         self._wait_for_parameters()
-        state = super().module_state_dict(*args, **kwargs)
-        if not self._sharded:
-            return state
-        held = {spec.name for unit in self.amsp.units for spec in unit.layout.params}
-        held |= {alias for alias, name in self._get_shared_params().items() if name in held}
-        rest = OrderedDict((name, value) for name, value in state.items() if name not in held)
-        wanted = [
-            unit for unit in self._sharded_units() if unit.trainable or not kwargs.get("exclude_frozen_parameters")
-        ]
-        rest["amsp_shards"] = {_unit_key(unit): unit.shard.detach() for unit in wanted}
-        return rest
+        return super().module_state_dict(*args, **kwargs)
 
-    def load_module_state_dict(
+    # ---- checkpoints --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
         self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., None] | None = None,
-        **_: Any,
-    ) -> None:
-        self._wait_for_parameters()
-        state = dict(checkpoint["module"])
-        shards = state.pop("amsp_shards", None)
-        if custom_load_fn is not None:
-            if self._sharded:
-                raise LayoutError("custom_load_fn needs whole parameters; load with amsp.sharding.parameters [1, 1]")
-            custom_load_fn(src=state, dst=self.module)
-            return
-        if not self._sharded:
-            # Frozen parameters may have been left out on purpose (exclude_frozen_parameters).
-            absent = self._frozen_names() - state.keys()
-            kept = {name: value for name, value in self.module.state_dict().items() if name in absent}
-            self.module.load_state_dict({**state, **kept}, strict=strict)
-            return
-        if shards is None:
-            raise LayoutError("the checkpoint holds whole parameters, but this plan needs the shards of its own plan")
-        self.optimizer.values_change()
-        for unit in self._sharded_units():
-            if unit.trainable or _unit_key(unit) in shards:
-                unit.shard.copy_(shards[_unit_key(unit)])
-        self.optimizer.values_changed()
-        self.module.load_state_dict(state, strict=False)
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's; the checkpoint can be loaded by any plan, on any number of ranks. Collective.
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, for a checkpoint of the same plan, world size and node order.
+        All ranks must see ``save_dir``. The tag and the client's state are rank 0's.
 
         Raises:
-            LayoutError: on every rank, when another plan, world size or node order wrote the checkpoint.
+            ValueError: no folder was named.
+            CheckpointError: on every rank, with the reason of the rank that failed, or when not all ranks call this
+                within the timeout. What was there before is as it was.
         """
-        check_written_plan(load_dir, tag, self.amsp.plan)
-        with self._unpartitioned():
-            result = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self._wait_for_parameters()
-        return result
+        mine = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        agreed = str(together(f"save_checkpoint to {save_dir}", lambda: mine)[0])
+        self._checkpoint_tag_validation(mine)
+        if dist.get_rank() == 0 and self.micro_steps % self.gradient_accumulation_steps():
+            logger.warning("amsp: a checkpoint within an accumulation window does not hold the window's gradients")
+        about = About(
+            self.global_steps,
+            self._state_to_save(client_state or {}) if dist.get_rank() == 0 else {},
+            {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
+            save_latest,
+        )
+        left_out = self._frozen_names() if exclude_frozen_parameters else set()
+        save(self.amsp, self.module, Path(save_dir), agreed, left_out, about)
+        return True
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's, for a checkpoint of any plan and world size. Collective.
+
+        Returns the path of what was loaded and the client's state; (None, None) if no tag is named and there is no
+        ``latest``. Gradients of a window under way are dropped.
+
+        Raises:
+            CheckpointError: on every rank: no such checkpoint, a damaged one, another model. The engine is as it was.
+        """
         self._wait_for_parameters()
-        with self._unpartitioned():
-            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        choice = Choice(
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            exact_masters=bool(self.zero_load_from_fp32_weights()),
+            custom=custom_load_fn,
+        )
+        loaded = load(self.amsp, self.module, Path(load_dir), None if tag is None else str(tag), choice)
+        if loaded is None:
+            logger.warning(f"amsp: there is no 'latest' in {load_dir}, so nothing is loaded; name a tag to load one")
+            return None, None
+        self.zero_grad()
+        if not load_module_only:
+            self._take_state(loaded, load_optimizer_states, load_lr_scheduler_states)
+        return str(loaded.path), loaded.state["client_state"]
 
-    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
-        created = super()._create_checkpoint_file(save_dir, tag, zero_checkpoint)
-        if dist.get_rank() == 0 and not zero_checkpoint:
-            write_plan(os.path.join(save_dir, str(tag)), self.amsp.plan)
-        return bool(created)
+    def _state_to_save(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        # A static scale says nothing to a run with a dynamic one (another dtype), and is configuration otherwise.
+        scaler = vars(self.optimizer.loss_scaler) if self.optimizer.dynamic_loss_scale else {}
+        sampler, scheduler = self._data_sampler(), self.lr_scheduler
+        return {
+            "client_state": dict(client_state),
+            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "data_sampler": sampler.state_dict() if sampler is not None else None,
+            "random_ltd": self.random_ltd_scheduler.state_dict() if self.random_ltd_enabled() else None,
+            "loss_scaler": {name: scaler[name] for name in _SCALER_PROGRESS if name in scaler},
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+        }
 
-    def _get_ckpt_name(
-        self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
-    ) -> str:
-        """One model file, or with s_p > 1 one for every rank of a replica: each holds its shards."""
-        with self._unpartitioned():
-            path = str(super()._get_ckpt_name(checkpoints_path, tag, mp_placeholder, pp_placeholder))
-        if not self._sharded:
-            return path
-        rank = pp_placeholder if pp_placeholder is not None else self.amsp.mesh.scalars.index
-        return os.path.join(os.path.dirname(path), f"zero_pp_rank_{rank}_{os.path.basename(path)}")
+    def _take_state(self, loaded: Loaded, optimizer_states: bool, scheduler_states: bool) -> None:
+        state = loaded.state
+        if optimizer_states and self.optimizer.dynamic_loss_scale:
+            vars(self.optimizer.loss_scaler).update(state["loss_scaler"])
+        if scheduler_states and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        sampler = self._data_sampler()
+        if sampler is not None and state["data_sampler"] is not None:
+            sampler.load_state_dict(state["data_sampler"])
+        if self.random_ltd_enabled() and state["random_ltd"] is not None:
+            self.random_ltd_scheduler.load_state_dict(state["random_ltd"])
+        self.global_steps = state["global_steps"]
+        self.global_samples = state["global_samples"]
+        self.skipped_steps = state["skipped_steps"]
+        # A window begins here, whatever gradient_accumulation_steps was when the checkpoint was written.
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        self.loaded_checkpoint_dp_world_size = loaded.manifest.plan["world_size"]
+        self.loaded_checkpoint_mp_world_size = 1
 
-    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
-        """Full shapes of the optimized parameters, by name, one dictionary for all groups."""
-        optimized = set(self.optimizer.trainable_names)
-        specs = [spec for unit in self.amsp.units for spec in unit.layout.params]
-        return [OrderedDict((spec.name, torch.Size(spec.shape)) for spec in specs if spec.name in optimized)]
+    def _data_sampler(self) -> Any:
+        if self.training_dataloader is None or not self.curriculum_learning_enabled():
+            return None
+        return self.training_dataloader.data_sampler
 
-    def _get_zero_frozen_param_attributes(self, attr_func: Callable[[Any], Any]) -> None:
-        """Frozen parameters are part of the module state; nothing is saved twice."""
-        return
+    # ---- whole weights ------------------------------------------------------------------------------------
 
     def _get_shared_params(self) -> dict[str, str]:
-        first: dict[int, str] = {}
-        shared = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            if id(param) in first:
-                shared[name] = first[id(param)]
-            first.setdefault(id(param), name)
-        return shared
+        return aliases(self.module)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
         self._wait_for_parameters()
         return bool(super().save_16bit_model(*args, **kwargs))
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """DeepSpeed's zero_to_fp32.py cannot read our files, so it is not put beside them."""
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """Whole working copies on the CPU of rank 0, gathered unit by unit; None on other ranks. Collective."""
@@ -166,11 +186,11 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
                 whole.update((name, value.detach().cpu().clone()) for name, value in zip(names, values, strict=True))
         if not keep:
             return None
-        aliases = self._get_shared_params()
+        shared = self._get_shared_params()
         frozen = self._frozen_names()
         state = OrderedDict()
         for name, value in self.module.state_dict().items():
-            source = aliases.get(name, name)
+            source = shared.get(name, name)
             if not (exclude_frozen_parameters and source in frozen):
                 state[name] = whole[source] if source in whole else value.cpu()
         return state
@@ -184,7 +204,3 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _wait_for_parameters(self) -> None:
         if self.amsp.optimizer is not None:
             self.amsp.optimizer.wait_for_parameters()
-
-
-def _unit_key(unit: Unit) -> str:
-    return f"{unit.index}:{unit.name}:{unit.dtype}"

@@ -113,6 +113,11 @@ class OwnedStates:
     ) -> None:
         self.optimizer = optimizer
         self.masters = masters
+        names = {id(param): name for name, param in parameters.items()}
+        self.group_names = [
+            [names[id(param)] for param in group["params"] if id(param) in names] for group in optimizer.param_groups
+        ]
+        """Parameters by group, as the user gave them: on every rank the same, whoever owns them."""
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         self._bucket_groups: list[list[list[nn.Parameter]]] = []
@@ -161,36 +166,27 @@ class OwnedStates:
         tensors = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         return sum(t.numel() * t.element_size() for t in tensors if t.dim())
 
-    def pieces(self) -> list[tuple[str, int, int]]:
-        """(parameter, start, stop) of every owned piece, in bucket order."""
-        pieces = (master.slot.piece for master in self.all_masters())
-        return [(piece.param.name, piece.start, piece.stop) for piece in pieces]
+    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the optimizer's states, and what its groups say beside their parameters.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Masters and optimizer state that this rank owns."""
-        return {
-            "pieces": self.pieces(),
-            "masters": [master.value.detach() for master in self.all_masters()],
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any], load_optimizer_states: bool, load_masters: bool) -> None:
-        """Load what `state_dict` made of the same pieces.
-
-        Raises:
-            LayoutError: the saved pieces are others than the owned ones.
+        Args:
+            states: by master; one that is not in it has no state afterwards, as before its first step.
+            groups: what to set in each group; keys that are not in it stay.
         """
-        if saved["pieces"] != self.pieces():
-            raise LayoutError(
-                "the checkpoint's tensors have other owners than this run's: the model, "
-                "zero_optimization.reduce_bucket_size or amsp.bucket_bytes and amsp.publish must be what they "
-                "were when it was written"
-            )
-        if load_optimizer_states:
-            self.optimizer.load_state_dict(saved["optimizer"])
-        if load_masters:
-            for master, value in zip(self.all_masters(), saved["masters"], strict=True):
-                master.value.data.copy_(value)
+        optimizer = self.optimizer
+        kept, packed = optimizer.param_groups, optimizer.state_dict()
+        order = [param for group in kept for param in group["params"]]
+        packed["state"] = {index: states[param] for index, param in enumerate(order) if states.get(param)}
+        packed["param_groups"] = [
+            {**old, **new, "params": old["params"]} for old, new in zip(packed["param_groups"], groups, strict=True)
+        ]
+        # The optimizer's own method knows which states belong on which device, and in which dtype.
+        optimizer.load_state_dict(packed)
+        for mine, loaded in zip(kept, optimizer.param_groups, strict=True):
+            mine.clear()
+            mine.update(loaded)
+        # It makes new dictionaries; who holds the old ones (schedulers, users) must still be heard.
+        optimizer.param_groups = kept
 
     def _point_at(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         if len(groups) != len(self.optimizer.param_groups):

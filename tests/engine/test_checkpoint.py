@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint with the same plan and world size; any other plan is refused."""
+"""save_checkpoint and load_checkpoint of one plan; tests/checkpoint goes from plan to plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _resumed(case: Case, folder: str, load_with: Case) -> Any:
     path, client_state = engine.load_checkpoint(folder)
     assert path is not None and client_state["position"] == 3
     losses += [train_step(engine, load_with, step) for step in range(3, 6)]
-    assert losses[3] == after
+    assert losses[3] == pytest.approx(after, rel=1e-6)
     report = report_of(engine, losses, [engine.get_lr()[0], engine.global_steps])
     engine.destroy()
     return report
@@ -60,37 +60,11 @@ def test_resuming_equals_going_on(sharding: Sharding, bf16: bool, tmp_path: Path
             assert torch.equal(value, (other.parameters | other.shards)[name]), name
 
 
-def test_another_plan_is_refused_on_every_rank(tmp_path: Path) -> None:
-    case, other = make_case(SPREAD[1]), make_case(SPREAD[2])
-    errors = pool(4).run(_resumed, case, str(tmp_path), other, return_exceptions=True)
-    for error in errors:
-        assert isinstance(error, Exception)
-        text = str(error)
-        assert "written by plan" in text and "cannot be loaded by plan" in text
-        assert "'optimizer_states': [2, 2]" in text and "'parameters': [2, 1]" in text
-
-
-def test_another_world_size_is_refused(tmp_path: Path) -> None:
-    pool(4).run(_save, make_case(SPREAD[0]), str(tmp_path))
-    smaller = Case(amsp={"sharding": "ddp", "topology": {"gpus_per_node": 2}}, stage=1)
-    with pytest.raises(RankError, match=r"on 4 ranks .* cannot be loaded by plan .* on 2 ranks"):
-        pool(2).run(_load, smaller, str(tmp_path))
-
-
-def test_other_buckets_are_refused(tmp_path: Path) -> None:
-    """The owners follow from the buckets, so a change of their size moves states to other ranks."""
-    case, other = make_case(SPREAD[1]), make_case(SPREAD[1])
-    other.amsp["bucket_bytes"] = 10**9  # type: ignore[index]
-    pool(4).run(_save, case, str(tmp_path))
-    with pytest.raises(RankError, match="tensors have other owners than this run's"):
-        pool(4).run(_load, other, str(tmp_path))
-
-
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     plain = Case(amsp=None, stage=1)
     pool(2).run(_save, plain, str(tmp_path))
     ours = Case(amsp={"sharding": "zero1", "topology": {"gpus_per_node": 2}}, stage=1)
-    with pytest.raises(RankError, match="no checkpoint that an amsp engine wrote"):
+    with pytest.raises(RankError, match="no checkpoint that this version of an amsp engine wrote"):
         pool(2).run(_load, ours, str(tmp_path))
 
 
@@ -115,22 +89,24 @@ def _load(case: Case, folder: str) -> tuple[Any, Any]:
         engine.destroy()
 
 
-def test_one_replica_writes_and_the_plan_is_readable(tmp_path: Path) -> None:
-    """(2,1) for all three on 2x2: two of the four ranks hold everything, so two write states."""
+def test_every_byte_is_written_once_and_the_plan_is_readable(tmp_path: Path) -> None:
+    """(2,1) for all three on 2x2: two replicas of two ranks, which share the writing."""
     from deepspeed_amsp.plan.factors import ShardFactor
 
     node = ShardFactor(2, 1)
     pool(4).run(_save, make_case(Sharding(node, node, node, ShardFactor(2, 2))), str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
-    assert names == [
-        "amsp_plan.json",
-        "zero_pp_rank_0_mp_rank_00_model_states.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "zero_pp_rank_1_mp_rank_00_model_states.pt",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    ]
-    plan = json.loads((tmp_path / "here" / "amsp_plan.json").read_text())
-    assert plan["world_size"] == 4 and plan["sharding"]["optimizer_states"] == [2, 1]
+    data = [f"__{rank}_0.distcp" for rank in range(4)]
+    assert names == [".metadata", *data, "amsp_checkpoint.json", "amsp_state.pt"]
+    about = json.loads((tmp_path / "here" / "amsp_checkpoint.json").read_text())
+    assert about["plan"]["world_size"] == 4 and about["plan"]["sharding"]["optimizer_states"] == [2, 1]
+    numel = {name: p.numel() for name, p in models.make_model("mlp").named_parameters()}
+    kinds = ("master", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+    stored = {key: torch.Size(shape).numel() for key, (shape, _) in about["tensors"].items()}
+    assert stored == {f"{kind}/{name}": count for kind in kinds for name, count in numel.items()}
+    blocks = torch.distributed.checkpoint.FileSystemReader(str(tmp_path / "here")).read_metadata().state_dict_metadata
+    for key, count in stored.items():
+        assert sum(chunk.sizes[0] for chunk in blocks[key].chunks) == count
 
 
 def _load_weights_only(case: Case, folder: str) -> Any:

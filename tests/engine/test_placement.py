@@ -218,13 +218,17 @@ def test_resuming_with_the_same_table_equals_going_on(sharding: Sharding, tmp_pa
             assert torch.equal(value, (other.parameters | other.shards)[name]), name
 
 
-@pytest.mark.parametrize(("table", "order"), [(None, [0, 1, 2, 3]), (ALTERNATING, [0, 2, 1, 3])])
-def test_another_order_is_refused_on_every_rank(table: Any, order: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("table", [None, ALTERNATING])
+def test_resuming_with_another_table(table: Any, tmp_path: Path) -> None:
+    """Pieces go to other ranks, which makes no difference but in the order of sums."""
     written, read = case(PLANS[1], CROSSED), case(PLANS[1], table)
-    for error in pool(4).run(on_hosts, _resumed, written, str(tmp_path), read, return_exceptions=True):
-        assert "written with the nodes in the order [0, 3, 1, 2]" in str(error)
-        assert f"cannot be loaded with the order {order}" in str(error)
-        assert "amsp.topology.leaf_switches" in str(error)
+    straight = pool(4).run(on_hosts, _straight, written)
+    resumed = pool(4).run(on_hosts, _resumed, written, str(tmp_path), read)
+    masters = {piece: value for report in straight for piece, value in report.masters.items()}
+    for one, other in zip(straight, resumed, strict=True):
+        torch.testing.assert_close(other.losses, one.losses, rtol=1e-6, atol=0.0)
+        for piece, value in other.masters.items():
+            torch.testing.assert_close(value, masters[piece], rtol=1e-6, atol=1e-6)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------

@@ -1,0 +1,148 @@
+"""Folders of checkpoints that are whole or recognisably not, whenever the writers are killed.
+
+A checkpoint is written into ``TAG.incomplete``, made durable, and renamed to ``TAG``; ``latest`` follows last. One
+that takes the place of another of the same tag goes through ``TAG.replaced``: in the moment when there is no ``TAG``,
+the old one is found there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from deepspeed_amsp.checkpoint.together import CheckpointError
+
+INCOMPLETE, REPLACED = ".incomplete", ".replaced"
+LATEST = "latest"
+_CHUNK = 1 << 23
+
+
+def begin(save_dir: Path, tag: str) -> Path:
+    """A new empty folder to write ``tag`` into; what an interrupted save has left of it is removed. On one rank.
+
+    Raises:
+        OSError: the folder cannot be made.
+        CheckpointError: the tag is one that names incomplete folders.
+    """
+    _check_tag(tag)
+    settle(save_dir, tag)
+    folder = save_dir / (tag + INCOMPLETE)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def settle(save_dir: Path, tag: str) -> None:
+    """Finish or undo an exchange that was interrupted: ``TAG`` exists afterwards if it did before."""
+    folder, replaced = save_dir / tag, save_dir / (tag + REPLACED)
+    if not replaced.exists():
+        return
+    if folder.exists():
+        shutil.rmtree(replaced)
+    else:
+        replaced.rename(folder)
+
+
+def commit(save_dir: Path, tag: str) -> None:
+    """Everything of ``tag`` is written: make it durable under its own name. On one rank."""
+    folder, replaced = save_dir / tag, save_dir / (tag + REPLACED)
+    written = save_dir / (tag + INCOMPLETE)
+    _sync(written)
+    if folder.exists():
+        folder.rename(replaced)
+    written.rename(folder)
+    _sync(folder.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def discard(save_dir: Path, tag: str) -> None:
+    """Remove what a failed save has written, as far as that is possible."""
+    shutil.rmtree(save_dir / (tag + INCOMPLETE), ignore_errors=True)
+
+
+def set_latest(save_dir: Path, tag: str) -> None:
+    """Point ``latest`` to ``tag``, in one step."""
+    write_durably(save_dir / LATEST, tag.encode())
+
+
+def latest(load_dir: Path) -> str | None:
+    """The tag that ``latest`` names, if there is one."""
+    path = load_dir / LATEST
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def find(load_dir: Path, tag: str) -> Path:
+    """The folder of a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none of this tag.
+        CheckpointError: there is only what an interrupted save has left.
+    """
+    _check_tag(tag)
+    for name in (tag, tag + REPLACED):
+        if (load_dir / name).is_dir():
+            return load_dir / name
+    if (load_dir / (tag + INCOMPLETE)).is_dir():
+        raise CheckpointError(
+            f"{load_dir / (tag + INCOMPLETE)} was left by a save that was interrupted, and there is no complete "
+            f"checkpoint {tag}; load another tag, or none to load the one that {load_dir / LATEST} names"
+        )
+    raise FileNotFoundError(f"no such checkpoint: {(load_dir / tag).absolute()}")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file so that it has its old contents or the new ones, whatever happens."""
+    beside = path.with_name(path.name + INCOMPLETE)
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+    _sync(path.parent)
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def check_files(folder: Path, expected: Iterable[tuple[str, int, int]]) -> None:
+    """Compare files with their (name, bytes, CRC-32).
+
+    Raises:
+        CheckpointError: one is missing, was cut short, or has other contents.
+    """
+    for name, size, crc in expected:
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        found, value = checksum(path)
+        if found != size:
+            raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut short or overwritten")
+        if value != crc:
+            raise CheckpointError(f"{path} is damaged: its checksum is {value:08x} instead of {crc:08x}")
+
+
+def _check_tag(tag: str) -> None:
+    for ending, what in ((INCOMPLETE, "of an interrupted save"), (REPLACED, "that another is taking the place of")):
+        if tag.endswith(ending):
+            raise CheckpointError(f"the tag {tag!r} names the folder {what}; {ending} is no ending for a tag")
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,151 @@
+"""What a checkpoint says about itself, in a file that people can read: plan, step, tensors, files and checksums."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_amsp.checkpoint.together import CheckpointError
+
+MANIFEST = "amsp_checkpoint.json"
+STATE = "amsp_state.pt"
+"""Everything that is no tensor of the model or the optimizer: schedulers, counters, the client's state."""
+FORMAT = 2
+MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"
+
+
+class TensorInfo(NamedTuple):
+    """A stored tensor, which is flat in the files."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
+        return cls(tuple(shape), str(dtype).removeprefix("torch."))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class FileInfo(NamedTuple):
+    """A file of the checkpoint."""
+
+    bytes: int
+    crc32: int
+
+
+def master_key(name: str) -> str:
+    """Where the fp32 master of parameter ``name`` is stored."""
+    return f"{MASTER}/{name}"
+
+
+def state_key(name: str, key: str) -> str:
+    """Where the optimizer state ``key`` ("exp_avg") of parameter ``name`` is stored."""
+    return f"{OPTIMIZER}/{key}/{name}"
+
+
+def module_key(name: str) -> str:
+    """Where what has no master is stored as the module has it: frozen and non-float parameters, buffers."""
+    return f"{MODULE}/{name}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of `MANIFEST`.
+
+    plan: fingerprint of the plan that wrote the checkpoint; loading does not depend on it.
+    tensors: key (`master_key` and so on) -> shape and dtype.
+    aliases: further names of tied parameters -> the name that their tensor is stored by.
+    left_out: frozen parameters that were not saved, by exclude_frozen_parameters.
+    buffers: which of the stored names are buffers.
+    files: name -> size and checksum of every file beside this one.
+    """
+
+    tag: str
+    plan: Mapping[str, Any]
+    global_steps: int
+    tensors: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+    left_out: tuple[str, ...]
+    buffers: tuple[str, ...]
+    files: Mapping[str, FileInfo]
+    versions: Mapping[str, str]
+
+    def names(self) -> set[str]:
+        """Parameters and buffers whose values are stored."""
+        kinds = (key.partition("/") for key in self.tensors)
+        return {name for kind, _, name in kinds if kind in (MASTER, MODULE)}
+
+    def source(self, name: str) -> str | None:
+        """The key that holds the value of a parameter or buffer, under whichever of its names it was stored."""
+        for known in (name, self.aliases.get(name, name)):
+            for key in (master_key(known), module_key(known)):
+                if key in self.tensors:
+                    return key
+        return None
+
+    def states(self, name: str) -> Iterator[tuple[str, str]]:
+        """(state, key) of the optimizer states of a parameter that are tensors."""
+        known = self.stored_name(name)
+        for state in self._states.get(known, ()):
+            yield state, state_key(known, state)
+
+    def stored_name(self, name: str) -> str:
+        """The name that a parameter or buffer was stored by; its own if it was not stored."""
+        source = self.source(name)
+        return name if source is None else source.partition("/")[2]
+
+    @cached_property
+    def _states(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for key in self.tensors:
+            if key.startswith(f"{OPTIMIZER}/"):
+                _, state, name = key.split("/", 2)
+                found.setdefault(name, []).append(state)
+        return found
+
+    def dumps(self) -> bytes:
+        """As JSON with a checksum of its own."""
+        content = json.dumps(asdict(self), sort_keys=True)
+        whole = {"format": FORMAT, "crc32": zlib.crc32(content.encode()), **json.loads(content)}
+        return json.dumps(whole, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What ``folder`` says about itself.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint of ours, or the manifest is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} holds no {MANIFEST}: it is no checkpoint that this version of an amsp engine wrote. Load it "
+            f"with what wrote it"
+        )
+    try:
+        content = json.loads(path.read_bytes())
+        version, crc = content.pop("format"), content.pop("crc32")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, and this version of deepspeed_amsp reads {FORMAT}")
+    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != crc:
+        raise CheckpointError(f"{path} is damaged: its contents do not have its checksum")
+    tensors = {key: TensorInfo(tuple(shape), dtype) for key, (shape, dtype) in content.pop("tensors").items()}
+    files = {name: FileInfo(*info) for name, info in content.pop("files").items()}
+    left_out, buffers = tuple(content.pop("left_out")), tuple(content.pop("buffers"))
+    return Manifest(tensors=tensors, files=files, left_out=left_out, buffers=buffers, **content)

@@ -1,0 +1,79 @@
+"""Seconds of a save and a load beside DeepSpeed's ZeRO-1 in one run: python -m tests.bench.checkpoint_time
+
+Four gloo ranks, one after the other in turns; the median of each. Both write to the same file system; ours makes its
+files durable (fsync) and checks their checksums when it loads, DeepSpeed's does neither.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.pool import close_all, pool
+
+WIDTH, LAYERS, WORLD, TURNS = 1024, 10, 4, 5
+
+
+def _engine(ours: bool) -> Any:
+    import deepspeed
+
+    import deepspeed_amsp  # noqa: F401  (installs the engine)
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    if ours:
+        config["amsp"] = {"sharding": "zero1", "topology": {"gpus_per_node": 2}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    rows = torch.randn(1, WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(rows).float().square().mean())
+    engine.step()
+    return engine
+
+
+def job(folder: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Name -> seconds of every save and every load."""
+    engines = {"amsp": _engine(True), "deepspeed": _engine(False)}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in engines}
+    for turn in range(TURNS):
+        for name, engine in engines.items():
+            for index, call in enumerate((engine.save_checkpoint, engine.load_checkpoint)):
+                dist.barrier()
+                start = time.perf_counter()
+                call(f"{folder}/{name}", f"{turn}")
+                dist.barrier()
+                times[name][index].append(time.perf_counter() - start)
+    for engine in engines.values():
+        engine.destroy()
+    return times
+
+
+def main() -> None:
+    """Print a line for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = pool(WORLD).run(job, folder, timeout=300)[0]
+        for name, (saves, loads) in times.items():
+            size = sum(path.stat().st_size for path in Path(folder, name, "0").iterdir()) / 1e6
+            print(
+                f"{name:>10}: save {statistics.median(saves):.2f} s, load {statistics.median(loads):.2f} s, "
+                f"{size:.1f} MB ({LAYERS * WIDTH * (WIDTH + 1) / 1e6:.1f} M parameters)"
+            )
+    close_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Killed at any moment of a save, a run finds a checkpoint that is whole, and never older than the last completed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_amsp.checkpoint import folder as folders
+from tests.checkpoint.runs import Spec, held_by, make_engine, train_step
+from tests.semantics.harness import NIGHTLY
+from tests.support.pool import RankError, pool
+
+SPEC = Spec(2, 2, "zero1")
+KILLS = 50 if NIGHTLY else 4
+EVENTS = 45
+"""About as many file operations as rank 0 makes in a save that replaces a checkpoint."""
+FEWEST = 24
+_WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+class _Killer:
+    """Kills at the n-th operation on files of a folder, counted by the interpreter's own audit events."""
+
+    def __init__(self, folder: str, victims: list[int], countdown: int) -> None:
+        self._folder, self._victims, self._countdown = folder, victims, countdown
+        self.armed = False
+
+    def __call__(self, event: str, args: Any) -> None:
+        if self.armed and event in _WATCHED and self._folder in str(args[0]):
+            self._countdown -= 1
+            if self._countdown == 0:
+                for pid in [p for p in self._victims if p != os.getpid()] + [os.getpid()]:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _saves(folder: str, always: bool, victims: list[list[int]], countdown: int) -> str:
+    """Two saves that complete, and one that does not: of another tag, or of the second's (``always`` the same)."""
+    engine = make_engine(SPEC)
+    rank = int(os.environ["RANK"])
+    killer = _Killer(folder, victims[rank], countdown)
+    sys.addaudithook(killer)
+    for step in range(3):
+        train_step(engine, step)
+        killer.armed = step == 2 and bool(victims[rank])
+        engine.save_checkpoint(folder, "same" if always else None, client_state={"step": step})
+    killer.armed = False
+    return "not killed"
+
+
+def _loads(folder: str) -> tuple[int, Any]:
+    engine = make_engine(SPEC, seed=99)
+    path, client_state = engine.load_checkpoint(folder)
+    assert path is not None
+    held = held_by(engine)
+    # The engine must be able to save over whatever was left behind.
+    engine.save_checkpoint(folder, "same", client_state=client_state)
+    engine.load_checkpoint(folder, "same")
+    engine.destroy()
+    return client_state["step"], held.working
+
+
+def _straight() -> list[Any]:
+    engine = make_engine(SPEC)
+    found = []
+    for step in range(3):
+        train_step(engine, step)
+        found.append(held_by(engine).working)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kill", range(KILLS))
+def test_killed_in_a_save(kill: int, tmp_path: Path, fresh_pool: Any) -> None:
+    """All ranks at once (the host dies), or one of them (rank 0 writes the most)."""
+    generator = torch.Generator().manual_seed(kill)
+    always = bool(kill % 2)
+    countdown = int(torch.randint(1, EVENTS, (1,), generator=generator))
+    workers = fresh_pool(2)
+    alone = kill % 4 == 3
+    rank = 1 if kill % 8 == 7 else 0
+    if rank == 1:
+        countdown = 1 + countdown % 3
+    victims = [[], []]  # type: list[list[int]]
+    victims[rank] = [workers.pids[rank]] if alone else list(workers.pids)
+    killed = False
+    try:
+        workers.run(_saves, str(tmp_path), always, victims, countdown, timeout=60)
+    except RankError:
+        killed = True
+    assert killed or countdown > FEWEST, "a save makes more operations than that"
+    straight = pool(2).run(_straight)[0]
+    for step, working in pool(2).run(_loads, str(tmp_path)):
+        assert step in (1, 2) if killed else step == 2
+        for name, value in working.items():
+            assert torch.equal(value, straight[step][name]), name
+    left = {path.name for path in tmp_path.iterdir()}
+    assert "same" in left and not left & {"same.incomplete", "same.replaced"}
+
+
+def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
+    """Between the renames there is no folder of that name; the old one is found, and comes back."""
+    for moment in range(4):
+        at = tmp_path / str(moment)
+        (at / "t").mkdir(parents=True)
+        (at / "t" / "old").touch()
+        (folders.begin(at, "t") / "new").touch()
+        if moment >= 1:
+            (at / "t").rename(at / "t.replaced")
+        if moment >= 2:
+            (at / "t.incomplete").rename(at / "t")
+        if moment >= 3:
+            (at / "t.replaced" / "old").unlink()  # its removal was interrupted
+        found = folders.find(at, "t")
+        assert [path.name for path in found.iterdir()] == ["new" if moment >= 2 else "old"]
+        folders.settle(at, "t")
+        assert folders.find(at, "t") == at / "t"
+        assert sorted(path.name for path in (at / "t").iterdir()) == ["new" if moment >= 2 else "old"]
+        (folders.begin(at, "t") / "newer").touch()
+        folders.commit(at, "t")
+        assert [str(path.relative_to(at)) for path in sorted(at.rglob("*"))] == ["t", "t/newer"]
