@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed_amsp.plan.polled import PolledReplay
 from deepspeed_amsp.plan.profile import Profile
-from deepspeed_amsp.plan.replay import KINDS, Compute, PolledReplay, Replay, sends_of
+from deepspeed_amsp.plan.replay import KINDS, Compute, Replay, sends_of
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 
