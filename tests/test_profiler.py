@@ -301,6 +301,8 @@ def theory(op: Op, mesh: ShardFactor, size: float, rate: float) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not NIGHTLY, reason="a minute on a quiet machine: AMSP_NIGHTLY=1")
 def test_a_quick_profile_of_an_emulated_cluster_is_that_of_its_links(tmp_path: Path) -> None:
+    """Nothing is faster than its links. gloo's AllReduce uses them fully; its other collectives take up to twice as
+    long, since they send in one direction after the other."""
     spec = ClusterSpec(nodes=2, ranks_per_node=2, nic_mbit=500)
     path = tmp_path / "p.json"
     run: Any = [sys.executable, "-m", "deepspeed_amsp.profiler", "--out", str(path)]
@@ -318,5 +320,6 @@ def test_a_quick_profile_of_an_emulated_cluster_is_that_of_its_links(tmp_path: P
         took = f"{point.seconds:.3f} s +-{point.spread:.3f}"
         text = f"{op.value} on {mesh}: {point.bytes} bytes {took}, {ratio:.2f} of theory"
         print(text)
-        off += [text] if abs(ratio - 1) > 0.15 else []
+        most = 1.25 if op is Op.ALL_REDUCE and mesh.s0 == 1 else 2.0
+        off += [text] if not 0.95 <= ratio <= most else []
     assert not off, "\n".join(off)
