@@ -264,18 +264,20 @@ def source(spec: Spec, folder: str) -> Told:
     return told
 
 
-def target(spec: Spec, folder: str) -> Told:
-    """Another beginning, a load, and the rest of the steps."""
+def target(spec: Spec, folders: Sequence[str]) -> list[Told]:
+    """Another beginning; then from each folder a load, and the rest of the steps."""
     engine = make_engine(spec, seed=99)
     # Other states than the saved ones, too, so that what a load leaves as it was is seen.
     train_step(engine, 50)
-    path, client_state = engine.load_checkpoint(folder)
-    assert path is not None and client_state["position"] == HALF
-    then = held_by(engine)
-    losses, rates = [], []
-    for step in range(HALF, STEPS):
-        losses.append(train_step(engine, step))
-        rates.append(engine.get_lr()[-1])
-    told = Told(losses, rates, then, held_by(engine), (engine.global_steps, engine.skipped_steps))
+    told = []
+    for folder in folders:
+        path, client_state = engine.load_checkpoint(folder)
+        assert path is not None and client_state["position"] == HALF
+        then = held_by(engine)
+        losses, rates = [], []
+        for step in range(HALF, STEPS):
+            losses.append(train_step(engine, step))
+            rates.append(engine.get_lr()[-1])
+        told.append(Told(losses, rates, then, held_by(engine), (engine.global_steps, engine.skipped_steps)))
     engine.destroy()
     return told

@@ -48,19 +48,28 @@ def flat(held: Held) -> dict[str, torch.Tensor]:
 
 def refused_load(spec: Spec, folder: str, tag: str | None = "here", **kwargs: Any) -> str:
     """The error; nothing in the engine may have changed, and it must still train."""
+    return refused_loads(spec, [folder], tag, **kwargs)[0]
+
+
+def refused_loads(spec: Spec, folders: list[str], tag: str | None = "here", **kwargs: Any) -> list[str]:
+    """The same for one engine that tries each folder."""
     engine = make_engine(spec, seed=99)
     train_step(engine, 50)
     before, steps = held_by(engine), engine.global_steps
-    with pytest.raises(RuntimeError) as caught:
-        engine.load_checkpoint(folder, tag, **kwargs)
-    after = held_by(engine)
-    assert flat(before).keys() == flat(after).keys() and before.groups == after.groups and steps == engine.global_steps
-    for name, value in flat(before).items():
-        assert torch.equal(value, flat(after)[name]), name
+    texts = []
+    for folder in folders:
+        with pytest.raises(RuntimeError) as caught:
+            engine.load_checkpoint(folder, tag, **kwargs)
+        assert type(caught.value).__name__ == "CheckpointError"
+        texts.append(str(caught.value))
+        after = held_by(engine)
+        assert flat(before).keys() == flat(after).keys() and before.groups == after.groups
+        assert steps == engine.global_steps
+        for name, value in flat(before).items():
+            assert torch.equal(value, flat(after)[name]), name
     train_step(engine, 51)
     engine.destroy()
-    assert type(caught.value).__name__ == "CheckpointError"
-    return str(caught.value)
+    return texts
 
 
 def everywhere(*words: str, texts: list[str]) -> None:
@@ -101,23 +110,24 @@ def _older_format(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_cut, ("bytes instead of", "cut short", ".distcp")),
-        (_flip(), ("damaged", "checksum", ".distcp")),
-        (_flip("amsp_state.pt"), ("damaged", "amsp_state.pt")),
-        (_flip(".metadata"), ("damaged", ".metadata")),
-        (_flip("amsp_checkpoint.json"), ("amsp_checkpoint.json", "damaged")),
-        (_remove, ("is missing", ".distcp")),
-        (_older_format, ("has format 1",)),
-    ],
-    ids=["truncated", "flipped", "flipped state", "flipped index", "flipped manifest", "removed", "format"],
-)
-def test_damage(damage: Callable[[Path], None], words: tuple[str, ...], good: Path, tmp_path: Path) -> None:
-    folder = copied(good, tmp_path)
-    damage(folder)
-    everywhere(*words, texts=pool(2).run(refused_load, READER, str(folder)))
+DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "truncated": (_cut, ("bytes instead of", "cut short", ".distcp")),
+    "flipped": (_flip(), ("damaged", "checksum", ".distcp")),
+    "flipped state": (_flip("amsp_state.pt"), ("damaged", "amsp_state.pt")),
+    "flipped index": (_flip(".metadata"), ("damaged", ".metadata")),
+    "flipped manifest": (_flip("amsp_checkpoint.json"), ("amsp_checkpoint.json", "damaged")),
+    "removed": (_remove, ("is missing", ".distcp")),
+    "format": (_older_format, ("has format 1",)),
+}
+
+
+def test_damage(good: Path, tmp_path: Path) -> None:
+    for name, (damage, _) in DAMAGE.items():
+        shutil.copytree(good, tmp_path / name)
+        damage(tmp_path / name)
+    by_rank = pool(2).run(refused_loads, READER, [str(tmp_path / name) for name in DAMAGE])
+    for number, (_, words) in enumerate(DAMAGE.values()):
+        everywhere(*words, texts=[texts[number] for texts in by_rank])
 
 
 def test_every_byte_is_protected(good: Path, tmp_path: Path) -> None:

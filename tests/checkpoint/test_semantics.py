@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Net, Spec, held_by, make_engine, make_model, merged, tokens, train_step
+from tests.semantics.harness import NIGHTLY
 from tests.support.pool import pool
 
 WRITER = Spec(2, 2, "zero1")
@@ -141,7 +142,7 @@ def with_model(model: type[nn.Module], job: Callable[..., Any], *args: Any, **kw
         return job(*args, **kwargs)
 
 
-@pytest.mark.parametrize("spec", [READER, BACK], ids=str)
+@pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
 def test_thawed_on_resume(spec: Spec, tmp_path: Path) -> None:
     """The values are loaded; the states of what is new begin afresh, at step 0, the others go on."""
     held = pool(2).run(saved_by, WRITER, str(tmp_path))
@@ -151,7 +152,7 @@ def test_thawed_on_resume(spec: Spec, tmp_path: Path) -> None:
     assert set(after["fixed.weight"]) == {"master"} and float(after["second.weight"]["step"]) == 2
 
 
-@pytest.mark.parametrize("spec", [READER, BACK], ids=str)
+@pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
 def test_frozen_on_resume(spec: Spec, tmp_path: Path) -> None:
     held = pool(2).run(saved_by, WRITER, str(tmp_path))
     for _, after, _, _ in pool(2).run(with_model, Frozen, loaded_by, spec, str(tmp_path), then=1):
@@ -265,7 +266,7 @@ def _read_after(spec: Spec, folder: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("spec", [READER, BACK], ids=str)
+@pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
 def test_reading_right_after_a_load(spec: Spec, tmp_path: Path) -> None:
     want = merged(pool(2).run(saved_by, WRITER, str(tmp_path)))
     for found in pool(2).run(_read_after, spec, str(tmp_path)):
@@ -355,7 +356,7 @@ def _bytes(spec: Spec, folder: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("spec", [Spec(4, 2, "ddp"), Spec(4, 2, "mics")], ids=str)
+@pytest.mark.parametrize("spec", [Spec(4, 2, "ddp"), Spec(4, 2, "mics")][: 2 if NIGHTLY else 1], ids=str)
 def test_one_copy_is_written_by_all_ranks_together(spec: Spec, tmp_path: Path) -> None:
     pool(4).run(_bytes, spec, str(tmp_path))
     sizes = [path.stat().st_size for path in (tmp_path / "x").glob("*.distcp")]
