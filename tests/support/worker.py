@@ -38,6 +38,7 @@ from typing import Any, NoReturn
 
 WATCHDOG_MARGIN_S = 10.0
 SETTLE_TIMEOUT_S = 60.0
+SLOW_COLLECTION_S = 0.05
 _ORPHAN_POLL_S = 0.5
 
 after_job: list[Callable[[], None]] = []
@@ -213,7 +214,10 @@ def _settle(groups_at_start: dict[str, Any], environment: dict[str, str]) -> str
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    began = time.process_time()
     gc.collect()
+    if time.process_time() - began > SLOW_COLLECTION_S:
+        gc.freeze()  # a job has imported much (a compiler, say), which would be gone through after every later job
     if not dist.is_initialized():
         return "the job destroyed the default group"
     for group in list(dist.distributed_c10d._world.pg_map):
