@@ -90,7 +90,7 @@ class AMSPOptimizer(OptimizerSurface):
             BucketGradients(layout, owner, settings.accumulation_dtype or dtype, dtype, engine.device)
             for layout, dtype in ((layout, self._by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
-        self.working = working_buckets(self.layouts, self._by_index, gathered=plan.publish is PublishMode.ALL_GATHER)
+        self.working = working_buckets(self.layouts, self._by_index, plan.publish)
         self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device)
         self._agreement = Agreement(
             list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device

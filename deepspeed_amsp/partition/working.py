@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.params import ReplicatedUnit, Unit
 from deepspeed_amsp.plan.layout import BucketLayout, Piece, Slot
+from deepspeed_amsp.plan.resolve import PublishMode
 
 
 class WorkingBucket(Protocol):
@@ -149,11 +150,13 @@ class BucketBuffer:
             view.copy_(buffer[slot.offset : slot.offset + slot.piece.numel])
 
 
-def working_buckets(layouts: Sequence[BucketLayout], units: Mapping[int, Unit], gathered: bool) -> list[WorkingBucket]:
-    """The working memory of every bucket; ``gathered``: what has sections of one length is published by AllGather."""
+def working_buckets(
+    layouts: Sequence[BucketLayout], units: Mapping[int, Unit], mode: PublishMode
+) -> list[WorkingBucket]:
+    """The working memory of every bucket, as it is published."""
     return [
         BucketBuffer(layout, units)
-        if (gathered and layout.uniform) or not all(isinstance(units[unit], ReplicatedUnit) for unit in layout.units)
+        if mode.gathers(layout) or not all(isinstance(units[unit], ReplicatedUnit) for unit in layout.units)
         else BucketInPlace(layout, units)
         for layout in layouts
     ]

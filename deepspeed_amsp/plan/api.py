@@ -55,8 +55,14 @@ def choice(argument: str, value: object, legal: Iterable[str]) -> str:
     names = list(legal)
     if isinstance(value, str) and value in names:
         return value
-    nearest = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.0)[0]
-    raise RequestError(argument, f"{value!r} is not one of {', '.join(names)}; did you mean {nearest}?")
+    raise RequestError(argument, f"{value!r} is not one of {_listed(value, names)}")
+
+
+def _listed(value: object, names: Iterable[str]) -> str:
+    """All names, and which of them was probably meant."""
+    legal = list(names)
+    nearest = difflib.get_close_matches(str(value).lower(), legal, n=1, cutoff=0.0)[0]
+    return f"{', '.join(legal)}; did you mean {nearest}?"
 
 
 def memory_bytes(argument: str, gigabytes: float) -> float:
@@ -202,7 +208,7 @@ class Request:
             count = micro_batches(self.global_batch_tokens, self.seq_len, size, replicas)
         except SpecError as error:
             raise RequestError("global_batch_tokens", str(error).removeprefix("training: ")) from error
-        train = TrainSpec(**{**vars(train), "micro_batches": count})
+        train = replace(train, micro_batches=count)
         return alternatives(train, [2**k for k in range(count.bit_length())]) if auto else (train,)
 
 
@@ -217,10 +223,7 @@ def _whole(name: str, value: object, otherwise: str = "") -> int:
 def _known(argument: str, text: str, names: Iterable[str]) -> None:
     """Raises RequestError for a word that is none of ``names`` and neither a file nor looks like the path of one."""
     if not Path(text).exists() and not Path(text).suffix and "/" not in text and text.lower() not in names:
-        nearest = difflib.get_close_matches(text.lower(), list(names), n=1, cutoff=0.0)[0]
-        raise RequestError(
-            argument, f"{text!r} is neither a file nor one of {', '.join(names)}; did you mean {nearest}?"
-        )
+        raise RequestError(argument, f"{text!r} is neither a file nor one of {_listed(text, names)}")
 
 
 def plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from deepspeed_amsp.plan.resolve import Plan
@@ -23,15 +23,11 @@ def amsp_block(plan: Plan) -> dict[str, Any]:
         block["bucket_bytes"] = plan.bucket_bytes
     if plan.keep_after_forward != "none":
         block["keep_after_forward"] = plan.keep_after_forward
-    switches = _switches(plan)
+    switches = asdict(plan.overlap)
     if not all(switches.values()):
         block["overlap"] = switches
     block["topology"] = {"gpus_per_node": plan.sharding.data_parallel.s0}
     return block
-
-
-def _switches(plan: Plan) -> dict[str, bool]:
-    return {switch.name: getattr(plan.overlap, switch.name) for switch in fields(plan.overlap)}
 
 
 def ds_config(plan: Plan, train: TrainSpec) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[st
     ours["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), **ours["zero_optimization"]}
     kept = dict(block) if isinstance(block, Mapping) else {}
     if "overlap" in kept or ours["zero_optimization"].get("overlap_comm") is False:
-        ours["amsp"]["overlap"] = _switches(plan)
+        ours["amsp"]["overlap"] = asdict(plan.overlap)
     if "keep_after_forward" in kept or "enabled" in kept:
         stays = {"keep_after_forward": plan.keep_after_forward, "enabled": True}
         ours["amsp"].update({key: value for key, value in stays.items() if key in kept})

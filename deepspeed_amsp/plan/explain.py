@@ -38,19 +38,6 @@ def modes(plan: Plan) -> str:
     return f"{plan.reduce.value}, {plan.publish.value}{', in two stages' if plan.hierarchical else ''}"
 
 
-def leaders(search: Search) -> list[Evaluated]:
-    """The best modes of every sharding and micro-batch, best first."""
-    seen: dict[tuple[str, int], Evaluated] = {}
-    for found in search.ranked:
-        seen.setdefault((str(found.plan.sharding), found.train.micro_batch), found)
-    return list(seen.values())
-
-
-def near(search: Search) -> list[Evaluated]:
-    """Those within NEAR of the best one, which is the first."""
-    return [found for found in leaders(search) if search.slower(found) <= NEAR]
-
-
 def mfu(search: Search, found: Evaluated) -> float:
     """Model FLOPs (forward and two for the backward, nothing for recomputation) over what the GPU could do."""
     train, cluster = found.train, search.problem.cluster
@@ -122,7 +109,7 @@ def dominating(memory: Memory) -> str:
 
 def best_table(search: Search) -> Table:
     """The best plan and those within NEAR of it, the best modes of each."""
-    chosen = near(search)
+    chosen = search.within(NEAR)
     rows = [
         (
             str(index),
@@ -217,7 +204,7 @@ def reason(search: Search, entry: Evaluated | Rejected) -> str:
 
 def rejections(search: Search) -> Iterator[tuple[str, int, str]]:
     """(P | G | OS, micro-batch, reason) of every legal sharding that was not chosen, nearest first."""
-    for found in leaders(search)[1:]:
+    for found in search.ranked[1:]:
         yield factors(found.plan), found.train.micro_batch, reason(search, found)
     for entry in search.rejected:
         yield factors(entry.plan), entry.train.micro_batch, reason(search, entry)
@@ -240,7 +227,7 @@ def rejected_table(search: Search, limit: int | None = 12) -> Table:
         for index, (where, micro_batch, why) in enumerate(rejections(search))
         if limit is None or index < limit
     ]
-    more = len(leaders(search)) + len(search.rejected) - bool(search.ranked) - len(rows)
+    more = len(search.ranked) + len(search.rejected) - bool(search.ranked) - len(rows)
     counted = search.space
     fallen = ", ".join(f"{count:,} by {name}" for name, count in fell(search).items())
     notes = [
@@ -269,7 +256,7 @@ def extrapolations(found: Evaluated) -> tuple[str, ...]:
 
 def beside(search: Search, sharding: Sharding) -> str:
     """What becomes of a sharding that somebody asked for."""
-    every: list[Evaluated | Rejected] = [*leaders(search), *search.rejected]
+    every: list[Evaluated | Rejected] = [*search.ranked, *search.rejected]
     for entry in every:
         if entry.plan.sharding == sharding:
             return f"P | G | OS = {factors(entry.plan)}: {reason(search, entry)}"
@@ -340,7 +327,7 @@ def as_dict(search: Search) -> dict[str, Any]:
         "smallest_need_bytes": need,
         "best": evaluated(search, best) if best else None,
         "ds_config": ds_config(best.plan, best.train) if best else None,
-        "within_2_percent": [evaluated(search, found) for found in near(search)],
+        "within_2_percent": [evaluated(search, found) for found in search.within(NEAR)],
         "pareto": [
             {"factors": factors(f.plan), "peak_bytes": f.memory.peak, "seconds": f.objective} for f in pareto(search)
         ],

@@ -130,7 +130,6 @@ class Replay:
     sends: Sends
     plan: Plan
     times: Compute
-    model: ModelSpec
     now: float = 0.0
     updating: float = 0.0
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])

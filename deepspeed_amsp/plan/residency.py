@@ -14,7 +14,7 @@ from functools import cached_property
 from deepspeed_amsp.plan.activations import ActivationBytes
 from deepspeed_amsp.plan.layout import BucketLayout
 from deepspeed_amsp.plan.owners import Geometry, Stages, held, stages_of
-from deepspeed_amsp.plan.resolve import Plan, PublishMode, ReduceMode
+from deepspeed_amsp.plan.resolve import Plan, ReduceMode
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 
 WIDE = 4
@@ -92,9 +92,9 @@ class Residency:
     @cached_property
     def published(self) -> list[int]:
         """By bucket: the buffer that it is published from; 0 where parameters are sent as they lie."""
-        whole, gathers = self.plan.sharding.s_p == 1, self.plan.publish is PublishMode.ALL_GATHER
+        whole = self.plan.sharding.s_p == 1
         return [
-            0 if whole and not (gathers and bucket.uniform) else self.train.parameter_bytes * bucket.numel
+            0 if whole and not self.plan.publish.gathers(bucket) else self.train.parameter_bytes * bucket.numel
             for bucket in self.geometry.buckets
         ]
 

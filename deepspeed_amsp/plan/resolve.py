@@ -6,7 +6,7 @@ Pure: imports neither torch nor deepspeed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from deepspeed_amsp.plan.factors import (
 if TYPE_CHECKING:
     from deepspeed_amsp.config import AmspBlock, FactorsBlock, FactorValue
     from deepspeed_amsp.config_zero import ZeroSettings
+    from deepspeed_amsp.plan.layout import BucketLayout
 
 MIB = 1024 * 1024
 
@@ -39,6 +40,11 @@ class PublishMode(str, Enum):
 
     BROADCAST = "broadcast"  # one Broadcast per owner and bucket (the paper's)
     ALL_GATHER = "all_gather"  # one AllGather of an owner-aligned padded bucket
+
+    def gathers(self, bucket: BucketLayout) -> bool:
+        """Whether a bucket goes in one AllGather: not if its sections have other lengths, since padding them further
+        would cost more than it saves."""
+        return self is PublishMode.ALL_GATHER and bucket.uniform
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Plan:
             "sharding": self.sharding.as_dict(),
             "reduce": self.reduce.value,
             "publish": self.publish.value,
-            "overlap": {field.name: getattr(self.overlap, field.name) for field in fields(self.overlap)},
+            "overlap": asdict(self.overlap),
             "hierarchical": self.hierarchical,
             "merge_communicators": self.merge_communicators,
             "bucket_bytes": self.bucket_bytes,

@@ -148,10 +148,9 @@ class Bucket(NamedTuple):
 def buckets(model: ModelSpec, plan: Plan, train: TrainSpec) -> list[Bucket]:
     """Of a plan, in forward order, as the engine makes them."""
     wire, places = train.parameter_bytes, geometry(model, plan, train)
-    gathers = plan.publish is PublishMode.ALL_GATHER
     made = []
     for bucket, size, filled in zip(places.buckets, places.sizes, places.filled, strict=True):
-        gathered = gathers and bucket.uniform
+        gathered = plan.publish.gathers(bucket)
         made.append(Bucket(bucket.units, wire * size, wire * (size if gathered else filled), gathered))
     return made
 

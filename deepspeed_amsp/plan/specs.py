@@ -193,8 +193,8 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         """Check ranges; memory in MB or GB where bytes are meant is told from its size."""
-        _positive("cluster", gpu_memory=self.gpu_memory, peak_flops=self.peak_flops, efficiency=self.efficiency)
-        _positive("cluster", memory_bandwidth=self.memory_bandwidth)
+        names = ("gpu_memory", "peak_flops", "efficiency", "memory_bandwidth")
+        _positive("cluster", **{name: getattr(self, name) for name in names})
         for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"cluster: {name} must be a whole number of at least 1, not {value!r}.")

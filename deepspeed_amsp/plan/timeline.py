@@ -61,7 +61,7 @@ def step_time(
         polled: as on gloo, where a reduction goes on to its next stage when a gradient arrives and finds the stage
             before done (`schedule.pipeline`), and not by itself as on a device's streams.
     """
-    run = (PolledReplay if polled else Replay)(sends_of(model, plan, train, profile), plan, times, model)
+    run = (PolledReplay if polled else Replay)(sends_of(model, plan, train, profile), plan, times)
     m = train.micro_batches
     run.step_phase(update=train.gradient_clipping)
     run.micro_batch(first=True, last=m == 1)

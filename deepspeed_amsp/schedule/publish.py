@@ -36,7 +36,7 @@ class Publisher:
         self._buckets = buckets
         self._comm = comm
         self._span = span
-        self._gathers = mode is PublishMode.ALL_GATHER
+        self._mode = mode
         staged = span.node is not None
         self._sent: Callable[[WorkingBucket], Stages] = self._broadcast_in_stages if staged else self._broadcast
         self._gathered: Callable[[WorkingBucket], Stages] = self._all_gather_in_stages if staged else self._all_gather
@@ -65,8 +65,7 @@ class Publisher:
             self._arrive(index)
 
     def _route(self, bucket: WorkingBucket) -> Stages:
-        """Sections that are not of one length cannot be gathered: padding them would cost more than it saves."""
-        return self._gathered(bucket) if self._gathers and bucket.layout.uniform else self._sent(bucket)
+        return self._gathered(bucket) if self._mode.gathers(bucket.layout) else self._sent(bucket)
 
     def wait_unit(self, unit: int) -> None:
         """Make the working copies of a unit current."""

@@ -17,10 +17,8 @@ from deepspeed_amsp.plan.explain import (
     beside,
     best_table,
     illegal,
-    leaders,
     memory_table,
     mfu,
-    near,
     overview,
     pareto,
     rejected_table,
@@ -50,7 +48,7 @@ def fits() -> Search:
 @pytest.fixture(scope="module")
 def tight(fits: Search) -> Search:
     """Half of what was needed by all: some plans fit, some do not."""
-    peaks = sorted(found.memory.peak for found in leaders(fits))
+    peaks = sorted(found.memory.peak for found in fits.ranked)
     result = search(small_problem(memory=peaks[len(peaks) // 2]))
     assert result.ranked and result.rejected
     return result
@@ -89,7 +87,7 @@ def test_illegal_triples_are_counted_as_the_space_counts_them() -> None:
 def test_what_is_near_is_within_two_percent(fits: Search) -> None:
     limit = fits.ranked[0].objective * 1.02
     expected = {str(f.plan.sharding) for f in fits.ranked if f.objective <= limit}
-    assert {str(f.plan.sharding) for f in near(fits)} == expected
+    assert {str(f.plan.sharding) for f in fits.within(0.02)} == expected
     assert len(best_table(fits).rows) == len(expected)
 
 
