@@ -103,7 +103,7 @@ def model_spec() -> ModelSpec:
     import torch
 
     from deepspeed_amsp.probe import model_spec as spec_of
-    from examples.llama import Llama
+    from deepspeed_amsp.compare.llama import Llama
 
     with torch.device("meta"):
         return spec_of(Llama(MODEL), "llama-13.8M")

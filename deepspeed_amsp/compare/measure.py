@@ -1,0 +1,233 @@
+"""Training one strategy on one rank with the clock running."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_amsp.comm import from_every_rank
+from deepspeed_amsp.compare.cluster import local_counters
+from deepspeed_amsp.compare.models import batches, vocabulary
+from deepspeed_amsp.compare.strategies import trainer_for
+from deepspeed_amsp.compare.strategies.base import Held, Trainer, Work
+
+KINDS = {"gather": ("gather",), "reduce": ("param_reduce", "grad_reduce", "grad_gather"), "publish": ("publish",)}
+"""What tables call exposed, from the kinds of a trace."""
+
+Bar = dict[str, Any]
+"""{"row", "name", "start_s", "end_s"}."""
+
+
+@dataclass
+class Clock:
+    """Marks of one rank. bars: of the last step that was measured."""
+
+    steps: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        self.steps.append(time.perf_counter())
+        self.bars = []
+
+    def spent(self, phase: str, since: float) -> None:
+        """A phase is over."""
+        now = time.perf_counter()
+        self.phases.setdefault(phase, []).append(now - since)
+        start = self.steps[-1]
+        self.bars.append({"row": phase, "name": phase, "start_s": since - start, "end_s": now - start})
+
+
+def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict[str, Any] | None:
+    """Build, train, take down. What rank 0 reports, None on others. Collective.
+
+    A step lasts from its start to that of the next, so what a strategy publishes under the next forward is where it
+    belongs. look: record one step more of a strategy that we can look into.
+    """
+    before = _resident()
+    trainer = trainer_for(work)
+    clock, losses = Clock(), []
+    data = Data(work, rank)
+    from_every_rank(None)
+    sent = _sent()
+    held: Held | None = None
+    for step in range(warm_up + steps):
+        clock.begin_step()
+        last = step == warm_up + steps - 1
+        loss, held = train_step(trainer, clock, data.step(step), ask=last)
+        losses.append(loss)
+    clock.steps.append(time.perf_counter())
+    bars = clock.bars
+    trainer.settle()
+    from_every_rank(None)
+    sent = {link: now - sent[link] for link, now in _sent().items()}
+    exposed, traced = _looked_into(trainer, data, warm_up + steps) if look else (None, None)
+    peak = _peak() - before
+    trainer.close()
+    assert held is not None
+    mine = {
+        "steps": [b - a for a, b in pairwise(clock.steps)],
+        "losses": [float(loss) for loss in losses],
+        "sent": sent.get("e0"),
+        "memory": [held.parameters, held.gradients, held.optimizer_states, max(peak, 0)],
+    }
+    everyone = from_every_rank(mine)
+    if rank:
+        return None
+    total, count = warm_up + steps, work.micro_batches
+    phases = {name: sum(values[-steps * count :]) / steps for name, values in clock.phases.items() if name != "update"}
+    return {
+        "step_s": [mean(times) for times in zip(*(one["steps"][warm_up:] for one in everyone), strict=True)],
+        "phases_s": {**phases, "update": mean(clock.phases["update"][warm_up:])},
+        "sent_bytes_per_node": None if sent.get("e0") is None else max(one["sent"] for one in everyone) / total,
+        "losses": [mean(values) for values in zip(*(one["losses"] for one in everyone), strict=True)],
+        "memory": dict(
+            zip(
+                ("parameters", "gradients", "optimizer_states", "peak"),
+                max((one["memory"] for one in everyone), key=lambda parts: parts[3]),
+                strict=True,
+            )
+        ),
+        "exposed_s": exposed,
+        "timeline": traced or bars,
+    }
+
+
+class Data:
+    """This rank's micro-batches."""
+
+    def __init__(self, work: Work, rank: int) -> None:
+        self._work, self._rank = work, rank
+        self._vocab = vocabulary(work.config.model)
+
+    def step(self, number: int) -> list[torch.Tensor]:
+        """Those of one step."""
+        work = self._work
+        made = batches(
+            work.config.model, self._vocab, work.config.training.seed, self._rank, number, work.micro_batches
+        )
+        return [batch.to(work.device) for batch in made]
+
+
+def train_step(
+    trainer: Trainer, clock: Clock, data: list[torch.Tensor], ask: bool = False
+) -> tuple[torch.Tensor, Held | None]:
+    """One step; the mean loss of its micro-batches, and what the rank held before the update if ``ask``."""
+    losses, held = [], None
+    for index, batch in enumerate(data):
+        last = index == len(data) - 1
+        began = time.perf_counter()
+        loss = trainer.forward(batch, last)
+        clock.spent("forward", began)
+        began = time.perf_counter()
+        trainer.backward(loss, last)
+        clock.spent("backward", began)
+        losses.append(loss.detach())
+        if last and ask:
+            held = trainer.held()
+        began = time.perf_counter()
+        trainer.step(last)
+        if last:
+            get_accelerator().synchronize()
+            clock.spent("update", began)
+    return torch.stack(losses).float().mean(), held
+
+
+def _looked_into(trainer: Trainer, data: Data, step: int) -> tuple[dict[str, float] | None, list[Bar] | None]:
+    """Seconds of a step exposed by kind, means over ranks, and its bars: rank 0's, from a trace of two steps."""
+    watch = getattr(trainer, "looked_into", nullcontext)
+    with watch() as session:
+        if session is None:
+            return None, None
+        clock = Clock()
+        for number in (step, step + 1):  # publishes of the first are waited for in the second
+            clock.begin_step()
+            train_step(trainer, clock, data.step(number))
+            if number == step:
+                bars = clock.bars
+        trainer.settle()
+    outcome = session.outcome
+    first = outcome.steps[0]
+    exposed = {name: sum(first.exposed.get(kind, 0.0) for kind in kinds) / 1e3 for name, kinds in KINDS.items()}
+    return exposed, [*bars, *_flights(session, bars)]
+
+
+def _flights(session: Any, bars: list[Bar]) -> list[Bar]:
+    """Collectives that were in flight in the first step of a trace."""
+    from deepspeed_amsp.trace.reading import read_trips
+
+    recorder = session.recorder
+    start, end = (recorder.clock.seconds(stamp) for stamp in recorder.boundaries[:2])
+    names = {kind: name for name, kinds in KINDS.items() for kind in kinds}
+    return [
+        {
+            "row": names[trip.entry.purpose.value],
+            "name": trip.entry.label,
+            "start_s": max(trip.issued, start) - start,
+            "end_s": min(trip.done, end) - start,
+        }
+        for trip in read_trips(recorder)
+        if trip.entry.purpose.value in names and trip.issued < end and trip.done > start
+    ]
+
+
+def _sent() -> dict[str, int]:
+    """Bytes that this rank's node has sent, by interface; of an emulated node's own NIC alone if it has one."""
+    return {link: counted.sent for link, counted in local_counters().items() if link == "e0"}
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+
+def _resident() -> int:
+    """Bytes before a strategy is built; peaks count from now on."""
+    gc.collect()
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.empty_cache()
+        accelerator.reset_peak_memory_stats()
+        return int(accelerator.memory_allocated())
+    _trim()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts again from here
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return int(accelerator.max_memory_allocated())
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def finite(value: float) -> float | str:
+    """JSON has no NaN; results.jsonl writes words."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"

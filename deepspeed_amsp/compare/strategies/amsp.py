@@ -1,0 +1,49 @@
+"""Our engine with any block: the planner's factors, or those of others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed_amsp.compare.strategies.base import Held, Work
+from deepspeed_amsp.compare.strategies.engine import Engine, common_config
+from deepspeed_amsp.trace.session import Session
+
+
+class AMSP(Engine):
+    """An AMSPEngine; the only one that we can look into (`looked_into`)."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, ds_config(work))
+
+    def settle(self) -> None:
+        self.engine.amsp.optimizer.wait_for_parameters()
+
+    def held(self) -> Held:
+        report = self.engine.amsp.memory_report()
+        states = report["master"]["held"] + report["moments"]["held"]
+        return Held(report["P"]["held"], report["G"]["held"], states)
+
+    @contextmanager
+    def looked_into(self) -> Iterator[Session]:
+        """Record every step inside; the session's recorder and outcome are there afterwards. Collective."""
+        with tempfile.TemporaryDirectory(prefix="amsp-trace-") as folder:
+            with self.engine.amsp.tracing(Path(folder) / "trace.json") as session:
+                yield session
+
+
+def ds_config(work: Work) -> dict[str, Any]:
+    """The strategy's block, with the buckets of all others where it does not say."""
+    strategy = work.strategy
+    assert strategy.block is not None and strategy.plan is not None
+    config = common_config(work)
+    config["zero_optimization"]["stage"] = strategy.plan.sharding.stage
+    config["amsp"] = {
+        "bucket_bytes": work.config.bucket_bytes,
+        **strategy.block,
+        "topology": {"gpus_per_node": work.config.cluster.ranks_per_node},
+    }
+    return config
