@@ -88,7 +88,7 @@ def _home() -> Path:
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time makes an environment."""
     folder.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
