@@ -15,12 +15,12 @@ import json
 import os
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 LIMIT = "limit"
 DDP = "ddp"
