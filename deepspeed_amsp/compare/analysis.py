@@ -161,7 +161,9 @@ class Row:
         if not known:
             return None
         return Exposed(
-            *(fmean(values) for values in zip(*((e.gather, e.reduce, e.publish) for e in known), strict=True))
+            gather=fmean(one.gather for one in known),
+            reduce=fmean(one.reduce for one in known),
+            publish=fmean(one.publish for one in known),
         )
 
     @property

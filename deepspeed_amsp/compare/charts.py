@@ -33,7 +33,7 @@ ROW_COLOURS = {
     "publish": "#cc79a7",
 }
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -232,7 +232,7 @@ def _bars(axes: Axes, lanes: Sequence[tuple[Row, str, list[list[Slice]]]]) -> No
     """A lane is one line high; collectives of one kind that are in flight together share it as thinner bars."""
     place = 0.0
     ticks: list[tuple[float, Row]] = []
-    for index, (row, name, levels) in enumerate(lanes):
+    for index, (row, _, levels) in enumerate(lanes):
         first = index == 0 or lanes[index - 1][0] is not row
         if first:
             place += 1.1 if index else 0.0

@@ -63,12 +63,13 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """Met and missed are said by the median, as long as that means anything."""
+        """Said by the median; where rounds spread too far for that, only what all of them say."""
         if self.measured is None:
             return Outcome.UNKNOWN
-        if self.measured.noisy:
+        least = self.target.least
+        if self.measured.noisy and self.measured.low < least <= self.measured.high:
             return Outcome.NOISY
-        return Outcome.MET if self.measured.median >= self.target.least else Outcome.MISSED
+        return Outcome.MET if self.measured.median >= least else Outcome.MISSED
 
 
 def verdicts(tables: Iterable[Table], setup: Setup) -> list[Verdict]:
@@ -109,7 +110,7 @@ class Ablation:
 
 def ablation(table: Table) -> Ablation | None:
     """None where one of the three is missing, failed or wrong."""
-    rows = [table.row(name) for name in (MICS, AMSP_MICS, AMSP)]
+    rows = [table.row(MICS), table.row(AMSP_MICS), table.row(AMSP) or table.best_plan]
     known: Sequence[Row] = [row for row in rows if row is not None and row.state.ranked]
     if len(known) < 3:
         return None
