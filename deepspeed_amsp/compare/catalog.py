@@ -79,9 +79,7 @@ def built_in(name: str, shape: tuple[int, int]) -> Strategy:
         raise CatalogError(f"unknown strategy {name!r}; {hint}{ours}")
     ranks, nodes = shape
     if name in _NEEDS_NODES and (ranks < 2 or nodes < 2):
-        raise CatalogError(
-            f"{name} {_NEEDS_NODES[name]}: it needs at least 2 nodes of 2 ranks, not {nodes} of {ranks}"
-        )
+        raise CatalogError(f"{name} {_NEEDS_NODES[name]}: it needs at least 2 nodes of 2 ranks, not {nodes} of {ranks}")
     title, family = BUILT_IN[name]
     return Strategy(name, title, family)
 
@@ -93,7 +91,7 @@ def from_block(name: str, title: str | None, block: Mapping[str, Any], shape: tu
         CatalogError: the name is taken or not allowed, or the block is not legal in this world.
     """
     if not re.fullmatch(r"amsp(-[a-z0-9_.+-]+)?", name):
-        raise CatalogError(f"{name!r}: strategies of our engine are called amsp or amsp-<lower-case letters, digits, .+->")
+        raise CatalogError(f"{name!r}: strategies of our engine are called amsp, or amsp- and lower-case words")
     try:
         read = read_block({"amsp": dict(block)})
         if read is None:

@@ -159,7 +159,9 @@ class CompareConfig(_Frozen):
         shape = (self.cluster.ranks_per_node, self.cluster.nodes)
         try:
             return [
-                built_in(entry, shape) if isinstance(entry, str) else from_block(entry.name, entry.title, entry.amsp, shape)
+                built_in(entry, shape)
+                if isinstance(entry, str)
+                else from_block(entry.name, entry.title, entry.amsp, shape)
                 for entry in self.strategies
             ]
         except CatalogError as error:

@@ -54,7 +54,7 @@ class Watcher(Protocol):
         """It was measured, or failed."""
 
 
-class _Hung(RuntimeError):
+class Hung(RuntimeError):
     """An order took too long."""
 
 
@@ -85,11 +85,9 @@ class Harness:
         Raises:
             RuntimeError: the ranks do not even start.
         """
-        self._find_environments()
         self.out.mkdir(parents=True, exist_ok=True)
         results.start(self.results, self._setup())
-        for name, reason in list(self._failed.items()):
-            self._report_failure(Order(*name, None, 0), reason)
+        self._find_environments()
         rates: Sequence[float | None] = self.config.cluster.nic_mbit if self._emulated else (None,)
         plans = [self._orders(rate) for rate in rates]
         self._total = sum(map(len, plans))
@@ -130,14 +128,12 @@ class Harness:
         return True
 
     def _find_environments(self) -> None:
-        if not any(strategy.family is Family.MICS for strategy in self._strategies.values()):
+        if not self._with_mics:
             return
         try:
             self._pythons["mics"] = environments.mics_python(self.watcher.note)
         except environments.EnvironmentFailed as error:
-            for strategy in self._strategies.values():
-                if strategy.environment == "mics":
-                    self._failed |= dict.fromkeys(((strategy.name, m) for m in self.config.micro_batches), str(error))
+            self._blame_environment("mics", str(error))
 
     # ---- doing it --------------------------------------------------------------------------------------------
 
@@ -147,15 +143,36 @@ class Harness:
             launch = _Launch(self, pending)
             try:
                 launch.run(cluster)
-            except (RankFailed, _Hung) as error:
-                if launch.running is None:
-                    raise RuntimeError(f"the ranks did not start: {error}") from error
-                order = launch.running
-                self._failed[order.strategy, order.micro_batches] = str(error)
-                self._report_failure(order, str(error))
-                left = [o for o in pending if (o.strategy, o.micro_batches) not in self._failed]
-                self._total -= len(pending) - len(left)
-                pending = deque(left)
+            except (RankFailed, Hung) as error:
+                if launch.running is None and launch.at_fault(error) == "mics":
+                    self._blame_environment("mics", str(error))
+                    pending = self._possible(pending)
+                else:
+                    pending = self.without(launch.running, str(error), pending)
+
+    def without(self, order: Order | None, reason: str, pending: deque[Order]) -> deque[Order]:
+        """What is left when ``order`` has failed.
+
+        Raises:
+            RuntimeError: there was none: the ranks did not even start.
+        """
+        if order is None:
+            raise RuntimeError(f"the ranks did not start: {reason}")
+        self._failed[order.strategy, order.micro_batches] = reason
+        self._report_failure(order, reason)
+        return self._possible(pending)
+
+    def _possible(self, pending: deque[Order]) -> deque[Order]:
+        left = deque(o for o in pending if (o.strategy, o.micro_batches) not in self._failed)
+        self._total -= len(pending) - len(left)
+        return left
+
+    def _blame_environment(self, environment: str, reason: str) -> None:
+        """None of its strategies can run."""
+        for strategy in self._strategies.values():
+            for count in self.config.micro_batches if strategy.environment == environment else ():
+                self._failed[strategy.name, count] = reason
+                self._report_failure(Order(strategy.name, count, None, 0), reason)
 
     def began(self, order: Order) -> None:
         """For launches."""
@@ -188,6 +205,10 @@ class Harness:
             "tokens_per_step": world * model.micro_batch * model.sequence * order.micro_batches,
         }
 
+    @property
+    def _with_mics(self) -> bool:
+        return any(strategy.family is Family.MICS for strategy in self._strategies.values())
+
     def python(self, environment: str) -> Path:
         """For launches: the interpreter."""
         return self._pythons[environment]
@@ -203,7 +224,7 @@ class Harness:
         return Setup(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             host=f"{socket.gethostname()}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-            versions=environments.versions("mics" in self._pythons),
+            versions=environments.versions(self._with_mics),
             config=self.config.as_json(),
             emulated=self._emulated,
             fairness=self._fairness(),
@@ -224,7 +245,7 @@ class Harness:
             fair.REDUCE_SCATTER if self.config.fair_reduce_scatter else "reduce-scatter is gloo's own (an AllReduce)",
             fair.COALESCING,
         ]
-        if "mics" in self._pythons:
+        if self._with_mics:
             said.append(f"MiCS runs on DeepSpeed {environments.MICS_DEEPSPEED}, the last in which it works")
         return said
 
@@ -237,7 +258,7 @@ class Theory:
 
     def bytes_of(self, strategy: Strategy, micro_batches: int) -> float:
         """Per step, out of the busiest node."""
-        from deepspeed_amsp.compare.scale import stage3_thresholds, spec_of
+        from deepspeed_amsp.compare.scale import spec_of, stage3_thresholds
         from deepspeed_amsp.compare.theory import Case, sent_per_node
         from deepspeed_amsp.plan.factors import ShardFactor
 
@@ -269,7 +290,7 @@ class _Launch:
         """Until all is obeyed.
 
         Raises:
-            RankFailed, _Hung: ``running`` is the order at work, None before the first.
+            RankFailed, Hung: ``running`` is the order at work, None before the first.
         """
         with tempfile.TemporaryDirectory(prefix="amsp-compare-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
@@ -277,6 +298,11 @@ class _Launch:
             for environment in self._environments:
                 commands += cluster.commands(self._command(environment), self._variables())
             run_ranks(commands, 1e9, self._heard, self._look)
+
+    def at_fault(self, error: RankFailed | Hung) -> str | None:
+        """The environment of the rank that failed."""
+        rank = error.rank if isinstance(error, RankFailed) else None
+        return None if rank is None else self._environments[rank // self._harness.config.cluster.world_size]
 
     def _command(self, environment: str) -> list[str]:
         orders, job = self._orders(environment), self._folder / f"{environment}.json"
@@ -330,4 +356,4 @@ class _Launch:
         if time.monotonic() > self._deadline:
             what = "the start of the ranks" if self.running is None else f"{self.running.strategy}"
             limit = START_S if self.running is None else self._harness.config.row_timeout_s
-            raise _Hung(f"{what} was not done after {limit:g} s; its ranks have been killed")
+            raise Hung(f"{what} was not done after {limit:g} s; its ranks have been killed")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -75,11 +74,11 @@ def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict
     peak = _peak() - before
     trainer.close()
     assert held is not None
-    mine = {
+    mine: dict[str, Any] = {
         "steps": [b - a for a, b in pairwise(clock.steps)],
         "losses": [float(loss) for loss in losses],
         "sent": sent.get("e0"),
-        "memory": [held.parameters, held.gradients, held.optimizer_states, max(peak, 0)],
+        "memory": {**asdict(held), "peak": max(peak, 0)},
     }
     everyone = from_every_rank(mine)
     if rank:
@@ -91,13 +90,7 @@ def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict
         "phases_s": {**phases, "update": mean(clock.phases["update"][warm_up:])},
         "sent_bytes_per_node": None if sent.get("e0") is None else max(one["sent"] for one in everyone) / total,
         "losses": [mean(values) for values in zip(*(one["losses"] for one in everyone), strict=True)],
-        "memory": dict(
-            zip(
-                ("parameters", "gradients", "optimizer_states", "peak"),
-                max((one["memory"] for one in everyone), key=lambda parts: parts[3]),
-                strict=True,
-            )
-        ),
+        "memory": max((one["memory"] for one in everyone), key=lambda parts: parts["peak"]),
         "exposed_s": exposed,
         "timeline": traced or bars,
     }
@@ -224,10 +217,3 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def finite(value: float) -> float | str:
-    """JSON has no NaN; results.jsonl writes words."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"

@@ -19,9 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepspeed_amsp import install
 from deepspeed_amsp.compare import fair
 from deepspeed_amsp.compare.config import CompareConfig
+from deepspeed_amsp.install import stay_out
 
 RESULT = "AMSP-COMPARE "
 """Before the JSON of what rank 0 has to say."""
@@ -81,7 +81,7 @@ def main(job: Job) -> None:
     """Train until there are no orders left."""
     config = CompareConfig.model_validate(job.config)
     if job.environment == "mics":
-        install.stay_out()  # a release that our engine does not support
+        stay_out()  # a release that our engine does not support
     if config.fair_reduce_scatter and _on_cpu():
         fair.fair_reduce_scatter()
     if _on_cpu():

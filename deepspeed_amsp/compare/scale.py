@@ -13,8 +13,8 @@ from deepspeed_amsp.plan.specs import ModelSpec
 from deepspeed_amsp.probe import model_spec
 
 THRESHOLDS = (
-    "ZeRO-3, hpZ and MiCS: max_live_parameters, prefetch and reuse distance follow the size of a block (defaults of 1e9 "
-    "never gather a small model again in backward)"
+    "ZeRO-3, hpZ and MiCS: max_live_parameters, prefetch and reuse distance follow the size of a block (with the "
+    "defaults of 1e9 a small model is never gathered again in backward)"
 )
 
 

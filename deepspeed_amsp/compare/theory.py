@@ -94,8 +94,8 @@ def _stage3_again(case: Case) -> Message:
 
 def _blocks_again(case: Case) -> Message:
     """FSDP2's second gather: the root, which has what is in no block, stays."""
-    inside = [index for members in case.model.ranges.values() for index in members]
-    return Message(Op.ALL_GATHER, float(WIRE_BYTES * sum(case.model.units[index].numel for index in inside)), case.cluster)
+    inside = sum(unit.numel for unit in case.model.units if unit.layer is not None)
+    return Message(Op.ALL_GATHER, float(WIRE_BYTES * inside), case.cluster)
 
 
 def _of_plan(plan: Plan, case: Case) -> list[Message]:

@@ -30,9 +30,11 @@ class AMSP(Engine):
     @contextmanager
     def looked_into(self) -> Iterator[Session]:
         """Record every step inside; the session's recorder and outcome are there afterwards. Collective."""
-        with tempfile.TemporaryDirectory(prefix="amsp-trace-") as folder:
-            with self.engine.amsp.tracing(Path(folder) / "trace.json") as session:
-                yield session
+        with (
+            tempfile.TemporaryDirectory(prefix="amsp-trace-") as folder,
+            self.engine.amsp.tracing(Path(folder) / "trace.json") as session,
+        ):
+            yield session
 
 
 def ds_config(work: Work) -> dict[str, Any]:

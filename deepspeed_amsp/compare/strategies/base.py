@@ -16,7 +16,7 @@ from deepspeed_amsp.compare.models import Built, build
 
 @dataclass(frozen=True)
 class Work:
-    """The same for everybody but for ``strategy``. ``emulated_ms``: of a block in forward and backward, None on GPUs."""
+    """The same for everybody but for ``strategy``. emulated_ms: of a block in forward and backward, None on GPUs."""
 
     strategy: Strategy
     config: CompareConfig

@@ -72,8 +72,8 @@ def _gradients(module: torch.nn.Module, optimizer: Any) -> list[Any]:
     found: list[Any] = [param.grad for param in module.parameters()]
     for tensors in (getattr(optimizer, "averaged_gradients", None) or {}).values():
         found += tensors or []
-    found += list((getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None) or {}).values())
-    return found
+    partitions = getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None) or {}
+    return [*found, *partitions.values()]
 
 
 def _masters(optimizer: Any) -> list[Any]:
