@@ -319,6 +319,8 @@ class _Launch:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(own), os.getcwd(), os.environ.get("PYTHONPATH")])),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",
+            # Some releases of DeepSpeed compile helpers, for minutes, in the first step.
+            "TORCH_COMPILE_DISABLE": "1",
         }
 
     def _orders(self, environment: str) -> Path:

@@ -19,6 +19,7 @@ from deepspeed_amsp.compare.cluster import local_counters
 from deepspeed_amsp.compare.models import batches, vocabulary
 from deepspeed_amsp.compare.strategies import trainer_for
 from deepspeed_amsp.compare.strategies.base import Held, Trainer, Work
+from deepspeed_amsp.trace.reading import StepSummary, read_trips
 
 KINDS = {"gather": ("gather",), "reduce": ("param_reduce", "grad_reduce", "grad_gather"), "publish": ("publish",)}
 """What tables call exposed, from the kinds of a trace."""
@@ -51,48 +52,47 @@ def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict
     """Build, train, take down. What rank 0 reports, None on others. Collective.
 
     A step lasts from its start to that of the next, so what a strategy publishes under the next forward is where it
-    belongs. look: record one step more of a strategy that we can look into.
+    belongs.
+
+    Args:
+        look: take one or two steps more, to count bytes and, in a strategy that we can look into, to record.
     """
     before = _resident()
-    trainer = trainer_for(work)
+    trainer, data = trainer_for(work), Data(work, rank)
     clock, losses = Clock(), []
-    data = Data(work, rank)
-    from_every_rank(None)
-    sent = _sent()
     held: Held | None = None
+    from_every_rank(None)
     for step in range(warm_up + steps):
         clock.begin_step()
-        last = step == warm_up + steps - 1
-        loss, held = train_step(trainer, clock, data.step(step), ask=last)
+        loss, held = train_step(trainer, clock, data.step(step), ask=step == warm_up + steps - 1)
         losses.append(loss)
     clock.steps.append(time.perf_counter())
-    bars = clock.bars
     trainer.settle()
-    from_every_rank(None)
-    sent = {link: now - sent[link] for link, now in _sent().items()}
-    exposed, traced = _looked_into(trainer, data, warm_up + steps) if look else (None, None)
+    closer = _look(trainer, data, warm_up + steps) if look else {}
     peak = _peak() - before
     trainer.close()
     assert held is not None
     mine: dict[str, Any] = {
         "steps": [b - a for a, b in pairwise(clock.steps)],
         "losses": [float(loss) for loss in losses],
-        "sent": sent.get("e0"),
+        "sent": closer.pop("sent", None),
         "memory": {**asdict(held), "peak": max(peak, 0)},
     }
     everyone = from_every_rank(mine)
     if rank:
         return None
-    total, count = warm_up + steps, work.micro_batches
-    phases = {name: sum(values[-steps * count :]) / steps for name, values in clock.phases.items() if name != "update"}
+    count = work.micro_batches
+    of_micro_batches = {
+        name: sum(times[-steps * count :]) / steps for name, times in clock.phases.items() if name != "update"
+    }
     return {
         "step_s": [mean(times) for times in zip(*(one["steps"][warm_up:] for one in everyone), strict=True)],
-        "phases_s": {**phases, "update": mean(clock.phases["update"][warm_up:])},
-        "sent_bytes_per_node": None if sent.get("e0") is None else max(one["sent"] for one in everyone) / total,
+        "phases_s": {**of_micro_batches, "update": mean(clock.phases["update"][-steps:])},
+        "sent_bytes_per_node": None if mine["sent"] is None else max(one["sent"] for one in everyone),
         "losses": [mean(values) for values in zip(*(one["losses"] for one in everyone), strict=True)],
         "memory": max((one["memory"] for one in everyone), key=lambda parts: parts["peak"]),
-        "exposed_s": exposed,
-        "timeline": traced or bars,
+        "timeline": clock.bars,
+        **closer,
     }
 
 
@@ -136,29 +136,35 @@ def train_step(
     return torch.stack(losses).float().mean(), held
 
 
-def _looked_into(trainer: Trainer, data: Data, step: int) -> tuple[dict[str, float] | None, list[Bar] | None]:
-    """Seconds of a step exposed by kind, means over ranks, and its bars: rank 0's, from a trace of two steps."""
-    watch = getattr(trainer, "looked_into", nullcontext)
-    with watch() as session:
-        if session is None:
-            return None, None
-        clock = Clock()
-        for number in (step, step + 1):  # publishes of the first are waited for in the second
+def _look(trainer: Trainer, data: Data, step: int) -> dict[str, Any]:
+    """Bytes that this rank's node sends in a step, all that belongs to it; of a strategy that we can look into also
+    the seconds exposed by kind, means over ranks, and rank 0's timeline. Nothing is in flight before or after."""
+    watch = getattr(trainer, "looked_into", None)
+    count = 1 if watch is None else 2  # publishes of the first step are waited for in the second
+    clock = Clock()
+    bars: list[Bar] = []
+    from_every_rank(None)
+    before = _sent()
+    with watch() if watch is not None else nullcontext() as session:
+        for number in range(step, step + count):
             clock.begin_step()
             train_step(trainer, clock, data.step(number))
-            if number == step:
-                bars = clock.bars
+            bars = bars or clock.bars
         trainer.settle()
-    outcome = session.outcome
-    first = outcome.steps[0]
-    exposed = {name: sum(first.exposed.get(kind, 0.0) for kind in kinds) / 1e3 for name, kinds in KINDS.items()}
-    return exposed, [*bars, *_flights(session, bars)]
+        from_every_rank(None)
+        after = _sent()
+    found: dict[str, Any] = {} if before is None or after is None else {"sent": (after - before) / count}
+    if session is not None:
+        found |= {"exposed_s": _exposed(session.outcome.steps[0]), "timeline": [*bars, *_flights(session)]}
+    return found
 
 
-def _flights(session: Any, bars: list[Bar]) -> list[Bar]:
+def _exposed(step: StepSummary) -> dict[str, float]:
+    return {name: sum(step.exposed.get(kind, 0.0) for kind in kinds) / 1e3 for name, kinds in KINDS.items()}
+
+
+def _flights(session: Any) -> list[Bar]:
     """Collectives that were in flight in the first step of a trace."""
-    from deepspeed_amsp.trace.reading import read_trips
-
     recorder = session.recorder
     start, end = (recorder.clock.seconds(stamp) for stamp in recorder.boundaries[:2])
     names = {kind: name for name, kinds in KINDS.items() for kind in kinds}
@@ -174,9 +180,10 @@ def _flights(session: Any, bars: list[Bar]) -> list[Bar]:
     ]
 
 
-def _sent() -> dict[str, int]:
-    """Bytes that this rank's node has sent, by interface; of an emulated node's own NIC alone if it has one."""
-    return {link: counted.sent for link, counted in local_counters().items() if link == "e0"}
+def _sent() -> int | None:
+    """Bytes that this rank's node has sent to others so far; None where nodes have no NIC of their own."""
+    counted = local_counters().get("e0")
+    return None if counted is None else counted.sent
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
