@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -19,7 +20,8 @@ from deepspeed_amsp.compare.cluster import local_counters
 from deepspeed_amsp.compare.models import batches, vocabulary
 from deepspeed_amsp.compare.strategies import trainer_for
 from deepspeed_amsp.compare.strategies.base import Held, Trainer, Work
-from deepspeed_amsp.trace.reading import StepSummary, read_trips
+from deepspeed_amsp.trace.reading import StepSummary, Trip, read_trips, summarise
+from deepspeed_amsp.trace.recorder import Recorder
 
 KINDS = {"gather": ("gather",), "reduce": ("param_reduce", "grad_reduce", "grad_gather"), "publish": ("publish",)}
 """What tables call exposed, from the kinds of a trace."""
@@ -76,6 +78,7 @@ def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict
         "steps": [b - a for a, b in pairwise(clock.steps)],
         "losses": [float(loss) for loss in losses],
         "sent": closer.pop("sent", None),
+        "exposed": closer.pop("exposed", None),
         "memory": {**asdict(held), "peak": max(peak, 0)},
     }
     everyone = from_every_rank(mine)
@@ -91,6 +94,7 @@ def measure(work: Work, warm_up: int, steps: int, rank: int, look: bool) -> dict
         "sent_bytes_per_node": None if mine["sent"] is None else max(one["sent"] for one in everyone),
         "losses": [mean(values) for values in zip(*(one["losses"] for one in everyone), strict=True)],
         "memory": max((one["memory"] for one in everyone), key=lambda parts: parts["peak"]),
+        "exposed_s": _mean_of_ranks([one["exposed"] for one in everyone]),
         "timeline": clock.bars,
         **closer,
     }
@@ -145,7 +149,7 @@ def _look(trainer: Trainer, data: Data, step: int) -> dict[str, Any]:
     bars: list[Bar] = []
     from_every_rank(None)
     before = _sent()
-    with watch() if watch is not None else nullcontext() as session:
+    with watch() if watch is not None else nullcontext() as recorder:
         for number in range(step, step + count):
             clock.begin_step()
             train_step(trainer, clock, data.step(number))
@@ -154,8 +158,12 @@ def _look(trainer: Trainer, data: Data, step: int) -> dict[str, Any]:
         from_every_rank(None)
         after = _sent()
     found: dict[str, Any] = {} if before is None or after is None else {"sent": (after - before) / count}
-    if session is not None:
-        found |= {"exposed_s": _exposed(session.outcome.steps[0]), "timeline": [*bars, *_flights(session)]}
+    if recorder is not None:
+        trips = read_trips(recorder)
+        found |= {
+            "exposed": _exposed(summarise(recorder, trips)[0]),
+            "timeline": [*bars, *_flights(recorder, trips)],
+        }
     return found
 
 
@@ -163,9 +171,8 @@ def _exposed(step: StepSummary) -> dict[str, float]:
     return {name: sum(step.exposed.get(kind, 0.0) for kind in kinds) / 1e3 for name, kinds in KINDS.items()}
 
 
-def _flights(session: Any) -> list[Bar]:
+def _flights(recorder: Recorder, trips: Sequence[Trip]) -> list[Bar]:
     """Collectives that were in flight in the first step of a trace."""
-    recorder = session.recorder
     start, end = (recorder.clock.seconds(stamp) for stamp in recorder.boundaries[:2])
     names = {kind: name for name, kinds in KINDS.items() for kind in kinds}
     return [
@@ -175,9 +182,14 @@ def _flights(session: Any) -> list[Bar]:
             "start_s": max(trip.issued, start) - start,
             "end_s": min(trip.done, end) - start,
         }
-        for trip in read_trips(recorder)
+        for trip in trips
         if trip.entry.purpose.value in names and trip.issued < end and trip.done > start
     ]
+
+
+def _mean_of_ranks(exposed: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    known = [one for one in exposed if one is not None]
+    return {kind: mean(one[kind] for one in known) for kind in KINDS} if known else None
 
 
 def _sent() -> int | None:

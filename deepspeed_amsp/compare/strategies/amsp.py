@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from deepspeed_amsp.compare.strategies.base import Held, Work
 from deepspeed_amsp.compare.strategies.engine import Engine, common_config
-from deepspeed_amsp.trace.session import Session
+from deepspeed_amsp.trace.clock import clock_for
+from deepspeed_amsp.trace.recorder import Recorder
 
 
 class AMSP(Engine):
@@ -28,13 +27,16 @@ class AMSP(Engine):
         return Held(report["P"]["held"], report["G"]["held"], states)
 
     @contextmanager
-    def looked_into(self) -> Iterator[Session]:
-        """Record every step inside; the session's recorder and outcome are there afterwards. Collective."""
-        with (
-            tempfile.TemporaryDirectory(prefix="amsp-trace-") as folder,
-            self.engine.amsp.tracing(Path(folder) / "trace.json") as session,
-        ):
-            yield session
+    def looked_into(self) -> Iterator[Recorder]:
+        """Record the collectives of every step inside; afterwards the recorder is closed and its clock has settled."""
+        communicator = self.engine.amsp.comm
+        recorder = communicator.recorder = Recorder(clock_for(self.engine.device.type))
+        try:
+            yield recorder
+        finally:
+            communicator.recorder = None
+        recorder.close()
+        recorder.clock.settle()
 
 
 def ds_config(work: Work) -> dict[str, Any]:
