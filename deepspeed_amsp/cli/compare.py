@@ -84,7 +84,7 @@ def _measure(config: CompareConfig, hostfile: Path | None, peak_tflops: float | 
         shown = _Shown(progress)
         try:
             if on_gpus():
-                GpuHarness(config, out, shown, hostfile, peak_tflops).run()
+                GpuHarness(config, out, shown, hostfile=hostfile, peak_tflops=peak_tflops).run()
             elif hostfile is not None:
                 raise CompareConfigError("--hostfile is for GPUs, and this machine has none")
             else:

@@ -9,12 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REDUCE_SCATTER = (
-    "reduce-scatter on gloo is an AllReduce of twice the bytes: replaced by all-to-all and a sum in fp32, for every "
-    "strategy alike"
-)
-COALESCING = "gloo cannot coalesce: DeepSpeed's coalesced all-gathers are issued one by one"
-
 
 class _Summing:
     """A reduce-scatter on its way; `wait` sums what has arrived."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_amsp.compare import environments, results
+from deepspeed_amsp.compare import environments, fairness, results
 from deepspeed_amsp.compare.config import CompareConfigError
 from deepspeed_amsp.compare.harness import START_S, Harness, Hung
 from deepspeed_amsp.compare.launch import RankCommand, RankFailed, run_ranks
@@ -118,7 +118,8 @@ class GpuHarness(Harness):
         return Setup(**{**asdict(super()._setup()), "device": device, "peak_flops": peak, "flops_per_token": flops})
 
     def _fairness(self) -> list[str]:
-        return [line for line in super()._fairness() if "gloo" not in line]
+        said = fairness.common(self.config)
+        return [*said, fairness.of_mics()] if self._with_mics else said
 
 
 class _Launch:

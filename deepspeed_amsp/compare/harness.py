@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
-from deepspeed_amsp.compare import environments, fair, results
+from deepspeed_amsp.compare import environments, fairness, results
 from deepspeed_amsp.compare.catalog import Family, Strategy
 from deepspeed_amsp.compare.cluster import (
     ClusterSpec,
@@ -60,11 +60,13 @@ class Hung(RuntimeError):
 
 @dataclass
 class Harness:
-    """One comparison on this machine. Results go to ``out``/results.jsonl as they come."""
+    """One comparison on this machine. Results go to ``out``/results.jsonl as they come. program: the module that a
+    rank runs."""
 
     config: CompareConfig
     out: Path
     watcher: Watcher
+    program: str = "deepspeed_amsp.compare.ranks"
 
     def __post_init__(self) -> None:
         self._strategies = {strategy.name: strategy for strategy in self.config.resolved()}
@@ -234,20 +236,8 @@ class Harness:
         )
 
     def _fairness(self) -> list[str]:
-        from deepspeed_amsp.compare.scale import THRESHOLDS
-
-        training = self.config.training
-        said = [
-            "same initial weights, batches, AdamW (fused), learning rate and micro-batches; bf16 with fp32 masters",
-            f"gradients are clipped at {training.clipping:g} by every strategy, explicitly",
-            f"buckets of {self.config.bucket_bytes / 1e6:g} MB wherever a strategy has buckets",
-            THRESHOLDS,
-            fair.REDUCE_SCATTER if self.config.fair_reduce_scatter else "reduce-scatter is gloo's own (an AllReduce)",
-            fair.COALESCING,
-        ]
-        if self._with_mics:
-            said.append(f"MiCS runs on DeepSpeed {environments.MICS_DEEPSPEED}, the last in which it works")
-        return said
+        said = [*fairness.common(self.config), *fairness.on_gloo(self.config)]
+        return [*said, fairness.of_mics()] if self._with_mics else said
 
 
 class Theory:
@@ -311,7 +301,7 @@ class _Launch:
         job.write_text(
             json.dumps({"config": config, "environment": environment, "orders": str(orders)}), encoding="utf-8"
         )
-        return [str(self._harness.python(environment)), "-m", "deepspeed_amsp.compare.ranks", str(job)]
+        return [str(self._harness.python(environment)), "-m", self._harness.program, str(job)]
 
     def _variables(self) -> dict[str, str]:
         own = environments.source(self._folder / "source")

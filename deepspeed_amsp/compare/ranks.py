@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepspeed_amsp.compare import fair
 from deepspeed_amsp.compare.config import CompareConfig
 from deepspeed_amsp.install import stay_out
 
@@ -82,6 +81,8 @@ def main(job: Job) -> None:
     config = CompareConfig.model_validate(job.config)
     if job.environment == "mics":
         stay_out()  # a release that our engine does not support
+    from deepspeed_amsp.compare import fair  # with torch
+
     if config.fair_reduce_scatter and _on_cpu():
         fair.fair_reduce_scatter()
     if _on_cpu():

@@ -12,11 +12,6 @@ from deepspeed_amsp.compare.models import build
 from deepspeed_amsp.plan.specs import ModelSpec
 from deepspeed_amsp.probe import model_spec
 
-THRESHOLDS = (
-    "ZeRO-3, hpZ and MiCS: max_live_parameters, prefetch and reuse distance follow the size of a block (with the "
-    "defaults of 1e9 a small model is never gathered again in backward)"
-)
-
 
 @lru_cache(maxsize=4)
 def spec_of(block: ModelBlock) -> ModelSpec:
