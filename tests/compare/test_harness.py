@@ -23,7 +23,9 @@ from deepspeed_amsp.compare.ranks import Order
 from deepspeed_amsp.compare.results import Results, Run, read
 
 FAKE = "tests.compare.fake_ranks"
-OURS = {"name": "amsp", "amsp": {"sharding": {"optimizer_states": [2, 1]}}}
+OURS = {"name": "amsp", "amsp": {"sharding": "zero1"}}
+PAIR = {"nodes": 2, "ranks_per_node": 1, "emulate": "never"}
+SQUARE = {"nodes": 2, "ranks_per_node": 2, "emulate": "never"}
 
 
 class Quiet:
@@ -44,7 +46,7 @@ class Quiet:
 def config(**changes: Any) -> Any:
     values = {
         "strategies": ["ddp", "zero1", OURS],
-        "cluster": {"emulate": "never"},
+        "cluster": PAIR,
         "rounds": 2,
         "row_timeout_s": 30.0,
         **changes,
@@ -60,7 +62,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wishes: dict[str, 
 
 def test_rounds_go_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MiCS lives in another environment, and still has its turn between its neighbours."""
-    found = measured(tmp_path, monkeypatch, {}, strategies=["ddp", "mics", OURS])
+    found = measured(tmp_path, monkeypatch, {}, strategies=["ddp", "mics", OURS], cluster=SQUARE)
     assert [(run.strategy, run.round) for run in found.runs] == [
         ("ddp", 0), ("mics", 0), ("amsp", 0), ("amsp", 1), ("mics", 1), ("ddp", 1),
     ]  # fmt: skip
@@ -69,20 +71,20 @@ def test_rounds_go_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert any("clipped at 1" in line for line in found.setup.fairness)
 
 
-@pytest.mark.parametrize("wish", ["die", "hang"])
-def test_a_row_that_fails_does_not_take_the_others_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wish: str
-) -> None:
-    found = measured(tmp_path, monkeypatch, {"zero1": wish}, row_timeout_s=4.0 if wish == "hang" else 30.0)
-    failed = [run for run in found.runs if run.error is not None]
-    assert [run.strategy for run in failed] == ["zero1"], "reported once, not tried in every round"
-    assert ("ValueError: zero1 cannot train" if wish == "die" else "zero1 was not done after 4 s") in failed[0].error
-    done = [(run.strategy, run.round) for run in found.runs if run.error is None]
-    assert sorted(done) == [("amsp", 0), ("amsp", 1), ("ddp", 0), ("ddp", 1)]
+def test_rows_that_fail_do_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is reported once, with its first traceback, and not tried again in the next round."""
+    wishes = {"zero1": "die", "zero2": "hang"}
+    found = measured(tmp_path, monkeypatch, wishes, strategies=["ddp", "zero1", "zero2", OURS], row_timeout_s=4.0)
+    failed = {run.strategy: str(run.error) for run in found.runs if run.error is not None}
+    assert "Traceback" in failed["zero1"] and "ValueError: zero1 cannot train" in failed["zero1"]
+    assert "zero2 was not done after 4 s" in failed["zero2"] and len(failed) == 2
+    assert sum(run.error is not None for run in found.runs) == 2
+    done = sorted((run.strategy, run.round) for run in found.runs if run.error is None)
+    assert done == [("amsp", 0), ("amsp", 1), ("ddp", 0), ("ddp", 1)]
 
 
 def test_an_environment_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(tmp_path, monkeypatch, {"mics": "absent"}, strategies=["ddp", "mics"], rounds=1)
+    found = measured(tmp_path, monkeypatch, {"mics": "absent"}, strategies=["ddp", "mics"], rounds=1, cluster=SQUARE)
     by_name = {run.strategy: run.error for run in found.runs}
     assert by_name["ddp"] is None and "no such release" in str(by_name["mics"])
 
@@ -98,21 +100,21 @@ def test_emulation_that_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "check_available", refuse)
     with pytest.raises(CompareConfigError, match=r"cluster.emulate is always, but .* needs root"):
-        Harness(config(cluster={"emulate": "always"}), tmp_path, Quiet())
+        Harness(config(cluster={**PAIR, "emulate": "always"}), tmp_path, Quiet())
     watcher = Quiet()
-    Harness(config(cluster={"emulate": "auto"}), tmp_path, watcher)
+    Harness(config(cluster={**PAIR, "emulate": "auto"}), tmp_path, watcher)
     assert "no slow links" in watcher.notes[0]
 
 
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from tests.compare.test_harness import FAKE, Quiet, config
+from tests.compare.test_harness import FAKE, PAIR, Quiet, config
 from deepspeed_amsp.compare.harness import Harness
 class Loud(Quiet):
     def began(self, order, done, total):
         print(order.strategy, flush=True)
-Harness(config(cluster={"emulate": sys.argv[2]}, row_timeout_s=600.0), Path(sys.argv[1]), Loud(), FAKE).run()
+Harness(config(cluster={**PAIR, "emulate": "auto"}, row_timeout_s=600.0), Path(sys.argv[1]), Loud(), FAKE).run()
 """
 
 
@@ -121,13 +123,13 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "AMSP_FAKE": json.dumps({"zero1": "hang"}), "PYTHONPATH": os.pathsep.join(sys.path)}
     before = _namespaces()
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path), "auto"],
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
         env=env, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     assert [process.stdout.readline().strip() for _ in range(2)] == ["ddp", "zero1"]
     ranks = _descendants(process.pid)
-    assert len(ranks) >= 4
+    assert len(ranks) >= 2
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in error and process.returncode != 0
