@@ -126,10 +126,9 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
     shown = []
     for place, row in enumerate(table.rows):
         ratio = table.compare(row.strategy, baseline)
-        if not (row.state.ranked or row.state is State.LIMIT) or ratio is None:
-            axes.text(
-                0.02, place, row.state.value if row.state is not State.RIGHT else "no pair", color=BAD, va="center"
-            )
+        if not row.state.compares or ratio is None:
+            word = "not measured in the same round" if row.state.compares else f"{row.state.value}, not ranked"
+            axes.text(0.02, place, word, color=BAD, va="center")
             continue
         shown.append(row)
         error = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
@@ -143,9 +142,9 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
         )  # fmt: skip
     axes.axvline(1, color=INK, linewidth=0.9, linestyle="--")
     axes.set_yticks(range(len(table.rows)), [row.title for row in table.rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(table.rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.09, y=0.01)
+    axes.margins(x=0.09)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"times the throughput of {base.title} (range over rounds)", loc="left")
     _title(axes, "Throughput: longer is better", table, setup)
@@ -176,7 +175,6 @@ def _memory(table: Table, setup: Setup) -> Picture | None:
     axes.set(xlabel=f"{what}, MB", ylabel="tokens/s of all ranks")
     axes.grid(color=FAINT, linewidth=0.6)
     _title(axes, "Memory and throughput: up and to the left is better", table, setup)
-    _legend(axes, rows, loc="lower right")
     return figure
 
 
@@ -184,7 +182,7 @@ def _name_points(axes: Axes, rows: Sequence[Row], points: Sequence[tuple[float, 
     """Names in a column beside the plot in order of height, joined to their points by thin lines."""
     order = sorted(range(len(rows)), key=lambda index: points[index][1])
     low, high = axes.get_ylim()
-    heights = _apart([(points[index][1] - low) / (high - low) for index in order], 1 / max(len(rows) - 1, 16))
+    heights = _apart([(points[index][1] - low) / (high - low) for index in order], 0.97 / max(len(rows) - 1, 16))
     for index, height in zip(order, heights, strict=True):
         axes.annotate(
             rows[index].title, points[index], (1.05, height), textcoords="axes fraction", va="center", fontsize=8,
@@ -194,11 +192,11 @@ def _name_points(axes: Axes, rows: Sequence[Row], points: Sequence[tuple[float, 
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Ascending heights from 0 to 1, moved so that neighbours are ``least`` apart."""
+    """Ascending heights of a plot, moved so that neighbours are ``least`` apart."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + least) if moved else height)
-    ceiling = 1.0
+    ceiling = 0.97
     for index in reversed(range(len(moved))):
         moved[index] = min(moved[index], ceiling)
         ceiling = moved[index] - least

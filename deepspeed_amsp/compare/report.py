@@ -77,11 +77,11 @@ def _headline(table: Table) -> str:
     if best is None:
         return f"{table.setting}: no plan of AMSP is part of the ranking."
     words = [
-        f"{ratio.median:.2f}x {other.title}"
+        f"{ratio.median:.2f}x that of {other.title}"
         for name in HEADLINE
         if (ratio := best.ratios.get(name)) is not None and (other := table.row(name)) is not None
     ]
-    against = f" Its throughput is {', '.join(words)}." if words else ""
+    against = f" Its throughput is {'; '.join(words)}." if words else ""
     return f"{table.setting}: the quickest plan of AMSP is {best.title}, {best.step_s.median:.3f} s a step.{against}"
 
 
@@ -180,7 +180,7 @@ def _setup(setup: Setup) -> Iterator[Block]:
     if setup.peak_flops is not None:
         facts["peak of one accelerator"] = f"{setup.peak_flops / 1e12:g} TFLOP/s"
     facts["loss tolerance"] = f"{setup.loss_tolerance:g} from DDP in any step"
-    yield Grid("Where it ran", ["what", "value"], [[Cell(name), Cell(value)] for name, value in facts.items()])
+    yield Grid("Where it ran", ["what", "value"], [[Cell(name), Cell(value)] for name, value in facts.items()], 2)
     yield Paragraph("What was done so that the comparison is fair:")
     yield Bullets(
         [
