@@ -25,7 +25,7 @@ define environment
 	touch $@
 endef
 
-.PHONY: demo compare test lint test-versions clean $(VERSIONS:%=test-on-%)
+.PHONY: demo compare test lint test-cluster test-versions clean $(VERSIONS:%=test-on-%)
 
 # Four CPU ranks of one machine, cut into 2 nodes of 2 by topology.gpus_per_node. The port is a free one.
 demo: $(VENV)/.demo
@@ -46,6 +46,13 @@ test: $(VENV)/.test
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# DeepSpeed's launcher between two nodes that are emulated on this machine, through pdsh and ssh. Needs root. On Debian
+# and its relatives it installs what is missing; the package of the ssh server may start the machine's own, too.
+test-cluster: $(VENV)/.test
+	command -v sshd && command -v pdsh && command -v ip || \
+	  { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client pdsh iproute2; }
+	AMSP_NIGHTLY=1 $(VENV)/bin/python -m pytest tests/cluster
 
 # The engine's tests on each supported DeepSpeed, each in an environment of its own.
 test-versions: $(VERSIONS:%=test-on-%)

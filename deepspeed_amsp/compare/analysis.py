@@ -92,6 +92,11 @@ class State(str, Enum):
         """Whether its speed counts."""
         return self in (State.RIGHT, State.UNCHECKED)
 
+    @property
+    def compares(self) -> bool:
+        """Whether others may be held against it."""
+        return self.ranked or self is State.LIMIT
+
 
 @dataclass(frozen=True)
 class Row:
@@ -211,8 +216,9 @@ class Table:
 
     @property
     def baselines(self) -> list[str]:
-        """Those with which this table can compare, in the usual order."""
-        return [name for name in (*BASELINES, LIMIT) if (row := self.row(name)) is not None and row.runs]
+        """Those with which this table can compare, in the usual order: the wrong and the failed are none."""
+        rows = {row.strategy: row for row in self.rows}
+        return [name for name in (*BASELINES, LIMIT) if name in rows and rows[name].state.compares]
 
     def compare(self, strategy: str, baseline: str) -> Figure | None:
         """How many times the throughput of ``baseline`` a strategy has, a value for each round; None: no pair."""
@@ -222,7 +228,8 @@ class Table:
     @property
     def noisy(self) -> list[tuple[Row, str, Figure]]:
         """(strategy, baseline, ratio) of all ratios with too large a spread, worst first."""
-        found = [(row, baseline, ratio) for row in self.rows for baseline, ratio in row.ratios.items() if ratio.noisy]
+        pairs = ((row, baseline, ratio) for row in self.ranked for baseline, ratio in row.ratios.items())
+        found = [pair for pair in pairs if pair[2].noisy]
         return sorted(found, key=lambda one: -(one[2].spread or 0.0))
 
 
@@ -257,27 +264,26 @@ def _table(setting: Setting, by_strategy: dict[str, list[Run]], setup: Setup) ->
         name: tuple(sorted((run for run in runs if run.error is None), key=lambda run: run.round))
         for name, runs in by_strategy.items()
     }
-    rows = []
-    for name, runs in by_strategy.items():
-        done = succeeded[name]
-        difference = _loss_difference(done, succeeded.get(DDP, ()))
-        ratios = {
-            baseline: ratio
-            for baseline in (*BASELINES, LIMIT)
-            if baseline != name and (ratio := paired(done, succeeded.get(baseline, ()))) is not None
-        }
-        rows.append(
-            Row(
-                strategy=name,
-                title=runs[0].title,
-                state=_state(name, done, difference, setup.loss_tolerance),
-                runs=done,
-                errors=tuple(run.error for run in runs if run.error is not None),
-                loss_difference=difference,
-                ratios=ratios,
-                setup=setup,
-            )
+    differences = {name: _loss_difference(done, succeeded.get(DDP, ())) for name, done in succeeded.items()}
+    states = {name: _state(name, done, differences[name], setup.loss_tolerance) for name, done in succeeded.items()}
+    baselines = [name for name in (*BASELINES, LIMIT) if name in states and states[name].compares]
+    rows = [
+        Row(
+            strategy=name,
+            title=runs[0].title,
+            state=states[name],
+            runs=succeeded[name],
+            errors=tuple(run.error for run in runs if run.error is not None),
+            loss_difference=differences[name],
+            ratios={
+                baseline: ratio
+                for baseline in baselines
+                if baseline != name and (ratio := paired(succeeded[name], succeeded[baseline])) is not None
+            },
+            setup=setup,
         )
+        for name, runs in by_strategy.items()
+    ]
     order = (State.LIMIT, State.RIGHT, State.UNCHECKED, State.WRONG, State.FAILED)
     place = {State.UNCHECKED: order.index(State.RIGHT)}
     rows.sort(key=lambda row: (place.get(row.state, order.index(row.state)), row.step_s.median if row.runs else 0.0))

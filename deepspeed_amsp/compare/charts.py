@@ -91,7 +91,7 @@ def _figure(width: float, height: float) -> Picture:
 
 
 def _title(axes: Axes, text: str, table: Table, setup: Setup) -> None:
-    axes.set_title(text, pad=20)
+    axes.set_title(text, pad=17)
     axes.text(
         0, 1, f"{table.setting}; {compute_note(setup)}",
         transform=axes.transAxes, fontsize=8, color="0.4", va="bottom",
@@ -126,10 +126,9 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
     shown = []
     for place, row in enumerate(table.rows):
         ratio = table.compare(row.strategy, baseline)
-        if not (row.state.ranked or row.state is State.LIMIT) or ratio is None:
-            axes.text(
-                0.02, place, row.state.value if row.state is not State.RIGHT else "no pair", color=BAD, va="center"
-            )
+        if not row.state.compares or ratio is None:
+            word = "not measured in the same round" if row.state.compares else f"{row.state.value}, not ranked"
+            axes.text(0.02, place, word, color=BAD, va="center")
             continue
         shown.append(row)
         error = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
@@ -138,15 +137,16 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
             edgecolor="white", xerr=error, error_kw={"ecolor": INK, "elinewidth": 0.9, "capsize": 2.5},
         )  # fmt: skip
         axes.annotate(
-            f"{ratio.median:.2f}x", (ratio.high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
-        )
+            f"{ratio.median:.2f}x", (ratio.high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
     axes.axvline(1, color=INK, linewidth=0.9, linestyle="--")
     axes.set_yticks(range(len(table.rows)), [row.title for row in table.rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(table.rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.09, y=0.01)
+    axes.margins(x=0.09)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"times the throughput of {base.title}; lines show the range over rounds")
+    axes.set_xlabel(f"times the throughput of {base.title} (range over rounds)", loc="left")
     _title(axes, "Throughput: longer is better", table, setup)
     _legend(axes, shown, loc="lower right")
     return figure
@@ -169,14 +169,12 @@ def _memory(table: Table, setup: Setup) -> Picture | None:
     for row, (x, y) in zip(rows, points, strict=True):
         axes.scatter(x, y, s=42, color=_colour(row), marker="o" if row.ours else "s", zorder=3, edgecolor="white")
     axes.set_xlim(left=0)
-    axes.margins(y=0.08)
-    axes.set_ylim(bottom=0)
+    axes.margins(y=0.05)
     _name_points(axes, rows, points)
     what = "parameters, gradients and optimizer states of one rank" if states_only else "peak of one rank"
     axes.set(xlabel=f"{what}, MB", ylabel="tokens/s of all ranks")
     axes.grid(color=FAINT, linewidth=0.6)
     _title(axes, "Memory and throughput: up and to the left is better", table, setup)
-    _legend(axes, rows, loc="lower left")
     return figure
 
 
@@ -184,21 +182,21 @@ def _name_points(axes: Axes, rows: Sequence[Row], points: Sequence[tuple[float, 
     """Names in a column beside the plot in order of height, joined to their points by thin lines."""
     order = sorted(range(len(rows)), key=lambda index: points[index][1])
     low, high = axes.get_ylim()
-    heights = _apart([(points[index][1] - low) / (high - low) for index in order], 0.94 / max(len(rows) - 1, 12))
+    heights = _apart([(points[index][1] - low) / (high - low) for index in order], 0.97 / max(len(rows) - 1, 16))
     for index, height in zip(order, heights, strict=True):
         axes.annotate(
             rows[index].title, points[index], (1.05, height), textcoords="axes fraction", va="center", fontsize=8,
             color=_colour(rows[index]), annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "0.75", "linewidth": 0.6, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "color": "0.75", "linewidth": 0.6, "shrinkB": 4, "relpos": (0, 0.5)},
         )  # fmt: skip
 
 
 def _apart(heights: Sequence[float], least: float) -> list[float]:
-    """Ascending heights from 0 to 1, moved so that neighbours are ``least`` apart."""
+    """Ascending heights of a plot, moved so that neighbours are ``least`` apart."""
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + least) if moved else height)
-    ceiling = 1.0
+    ceiling = 0.97
     for index in reversed(range(len(moved))):
         moved[index] = min(moved[index], ceiling)
         ceiling = moved[index] - least
@@ -248,7 +246,8 @@ def _bars(axes: Axes, lanes: Sequence[tuple[Row, str, list[list[Slice]]]]) -> No
         if first:
             axes.axhline(place - 0.75, color=FAINT, linewidth=0.6)
         place += 1.0
-    axes.set_yticks([where for where, _ in ticks], [row.title for _, row in ticks], fontsize=8)
+    titles = [f"{row.title}{' (WRONG)' if row.state is State.WRONG else ''}" for _, row in ticks]
+    axes.set_yticks([where for where, _ in ticks], titles, fontsize=8)
     for label, (_, row) in zip(axes.get_yticklabels(), ticks, strict=True):
         label.set_color(_colour(row))
     axes.tick_params(axis="y", length=0)

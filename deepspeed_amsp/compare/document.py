@@ -43,11 +43,12 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table; the first column is text, the others are numbers. caption: stands above it."""
+    """A table. caption: stands above it. texts: so many columns, from the first, are text; the others numbers."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
+    texts: int = 1
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -100,7 +101,7 @@ def _markdown(block: Block) -> str:
             return f"{title}{fence}\n{block.text}\n{fence}"
         case Grid():
             head = _markdown_row([Cell(text) for text in block.head])
-            rule = "|---|" + "---:|" * (len(block.head) - 1)
+            rule = "|" + "---|" * block.texts + "---:|" * (len(block.head) - block.texts)
             return "\n".join([f"*{_safe(block.caption)}*", "", head, rule, *map(_markdown_row, block.rows)])
 
 
@@ -131,7 +132,7 @@ p, li { max-width: 56rem; }
 table { border-collapse: collapse; margin: .4rem 0 1.2rem; font-variant-numeric: tabular-nums; font-size: .9rem; }
 caption { text-align: left; color: #555; padding: .3rem 0; }
 th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee; }
-th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #bbb; }
+.text { text-align: left; } th { border-bottom: 2px solid #bbb; }
 .good { color: #00704a; } .bad { color: #b00020; font-weight: 600; } .ours { color: #b34a00; font-weight: 600; }
 .quiet { color: #888; }
 img { max-width: 100%; height: auto; display: block; margin: .8rem 0; }
@@ -165,15 +166,20 @@ def _html(block: Block) -> str:
             text = f"<pre>{html.escape(block.text)}</pre>"
             return f"<details><summary>{html.escape(block.fold)}</summary>{text}</details>" if block.fold else text
         case Grid():
-            head = "".join(f"<th>{html.escape(text)}</th>" for text in block.head)
-            rows = "".join(f"<tr>{''.join(map(_html_cell, row))}</tr>\n" for row in block.rows)
+            head = _html_row("th", [Cell(text) for text in block.head], block.texts)
+            rows = "".join(_html_row("td", row, block.texts) for row in block.rows)
             caption = f"<caption>{html.escape(block.caption)}</caption>"
-            return f'<div class="scroll"><table>{caption}\n<tr>{head}</tr>\n{rows}</table></div>'
+            return f'<div class="scroll"><table>{caption}\n{head}{rows}</table></div>'
 
 
-def _html_cell(cell: Cell) -> str:
-    return f"<td{_class(cell.tone)}>{html.escape(cell.text)}</td>"
+def _html_row(tag: str, cells: Sequence[Cell], texts: int) -> str:
+    made = [
+        f"<{tag}{_class('text' if column < texts else '', cell.tone)}>{html.escape(cell.text)}</{tag}>"
+        for column, cell in enumerate(cells)
+    ]
+    return f"<tr>{''.join(made)}</tr>\n"
 
 
-def _class(tone: str) -> str:
-    return f' class="{tone}"' if tone else ""
+def _class(*names: str) -> str:
+    text = " ".join(filter(None, names))
+    return f' class="{text}"' if text else ""

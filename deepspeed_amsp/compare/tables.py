@@ -111,23 +111,21 @@ def targets(verdicts: Sequence[Verdict], tables: Sequence[Table]) -> Grid:
     tones = {Outcome.MET: "good", Outcome.MISSED: "bad", Outcome.NOISY: "bad", Outcome.UNKNOWN: "quiet"}
     rows = []
     for verdict in verdicts:
-        target = verdict.target
-        baseline = by_rate[target.nic_mbit].row(target.baseline)
-        against = baseline.title if baseline else target.baseline
+        target, table = verdict.target, by_rate[verdict.target.nic_mbit]
+        subject = "the best AMSP plan" if target.subject is None else _title(table, target.subject)
         rows.append(
             [
-                Cell(f"{'best AMSP plan' if target.subject is None else target.subject} vs {against}"),
-                Cell(f"{target.nic_mbit:g}"),
+                Cell(f"{subject} against {_title(table, target.baseline)}"),
                 Cell(verdict.subject.title if verdict.subject else "-"),
+                Cell(f"{target.nic_mbit:g}"),
                 Cell(_at_least(verdict)),
-                _ratio(verdict.measured),
+                _ratio(verdict.measured, digits=3),
                 Cell(verdict.outcome.value, tones[verdict.outcome]),
             ]
         )
-    head = ["target", "Mbit/s", "plan", "at least", "measured", "outcome"]
-    return Grid(
-        "Targets of the project, all for 2 nodes x 2 ranks and one micro-batch; compute is emulated", head, rows
-    )
+    head = ["target", "measured plan", "Mbit/s", "at least", "measured", "outcome"]
+    what = "Targets of the project, all for 2 nodes x 2 ranks and one micro-batch; compute time is emulated"
+    return Grid(what, head, rows, texts=2)
 
 
 def three_way(found: Ablation, table: Table, setup: Setup) -> Grid:
@@ -161,9 +159,13 @@ def _name(row: Row) -> Cell:
     return Cell(row.title, "ours" if row.ours else "")
 
 
-def _short(table: Table, name: str) -> str:
+def _title(table: Table, name: str) -> str:
     row = table.row(name)
-    return row.title.removeprefix("DeepSpeed ").removeprefix("torch ") if row else name
+    return row.title if row else name
+
+
+def _short(table: Table, name: str) -> str:
+    return _title(table, name).removeprefix("DeepSpeed ").removeprefix("torch ")
 
 
 def _optional(value: float | None, form: str, unit: float = 1.0) -> Cell:
@@ -174,11 +176,11 @@ def _ms(seconds: float) -> Cell:
     return Cell(f"{1e3 * seconds:.0f}")
 
 
-def _ratio(ratio: Figure | None, itself: bool = False) -> Cell:
+def _ratio(ratio: Figure | None, itself: bool = False, digits: int = 2) -> Cell:
     if ratio is None:
         return Cell("1.00x", "quiet") if itself else NONE
     spread = "" if ratio.spread is None else f" ({ratio.spread:.0%})"
-    return Cell(f"{ratio.median:.2f}x{spread}", "bad" if ratio.noisy else "")
+    return Cell(f"{ratio.median:.{digits}f}x{spread}", "bad" if ratio.noisy else "")
 
 
 def _difference(row: Row) -> Cell:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from deepspeed_amsp.compare.analysis import Figure, Row, Setting, State, Table
+from deepspeed_amsp.compare.analysis import Figure, Row, Setting, Table
 from deepspeed_amsp.compare.results import AMSP, AMSP_MICS, DDP, HSDP, LIMIT, MICS, ZERO1, ZERO3, Setup
 
 SHAPE = (2, 2)
@@ -88,8 +88,7 @@ def verdicts(tables: Iterable[Table], setup: Setup) -> list[Verdict]:
 def _verdict(target: Target, table: Table) -> Verdict:
     subject = table.best_plan if target.subject is None else table.row(target.subject)
     baseline = table.row(target.baseline)
-    comparable = subject is not None and subject.state.ranked and baseline is not None
-    if subject is None or baseline is None or not comparable or baseline.state is State.WRONG:
+    if subject is None or baseline is None or not (subject.state.ranked and baseline.state.compares):
         return Verdict(target, subject, None)
     return Verdict(target, subject, table.compare(subject.strategy, target.baseline))
 
