@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -39,6 +40,7 @@ _PREFIX = "amsp-"
 _OWNED = re.compile(rf"{_PREFIX}(\d+)-\d+-(?:sw|n\d+)")
 _NAMESPACES = Path("/run/netns")
 _FIRST_PORT = 20001  # below the ephemeral ports, from which gloo takes its own
+_EPHEMERAL_PORT = 32768
 _numbers = itertools.count()
 
 
@@ -158,8 +160,11 @@ class Loopback:
         return {}
 
     def _port(self) -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return int(server.getsockname()[1])
+        """A free one. It is used seconds later, when ranks listen: an ephemeral one would be somebody's by then."""
+        while True:
+            port = random.randrange(_FIRST_PORT, _EPHEMERAL_PORT)
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
 
     def _network(self) -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
