@@ -64,16 +64,18 @@ def follow(path: Path) -> Iterator[Order | None]:
     """Orders as they are written, by rank 0 to all; None is the end."""
     import torch.distributed as dist
 
+    from deepspeed_amsp.comm import from_every_rank
+
     done = 0
     while True:
-        box: list[Any] = [None]
+        mine: Any = None
         if dist.get_rank() == 0:
             while path.read_text(encoding="utf-8").count("\n") <= done:
                 time.sleep(LOOK_S)
-            box = [json.loads(path.read_text(encoding="utf-8").splitlines()[done])]
-        dist.broadcast_object_list(box)
+            mine = json.loads(path.read_text(encoding="utf-8").splitlines()[done])
+        order = from_every_rank(mine)[0]
         done += 1
-        yield None if box[0] is None else Order(**box[0])
+        yield None if order is None else Order(**order)
 
 
 def main(job: Job) -> None:

@@ -54,7 +54,7 @@ def reference(found: CompareConfig, world: int) -> list[float]:
         with torch.no_grad():
             for param, copy in zip(model.parameters(), working.parameters(), strict=True):
                 copy.copy_(param)
-        losses.append(float(torch.stack(found_losses).float().mean()))
+        losses.append(float(torch.stack(found_losses).detach().float().mean()))
     return losses
 
 

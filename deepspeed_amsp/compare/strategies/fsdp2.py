@@ -27,8 +27,8 @@ class FSDP2:
         for block in built.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         self._model: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy)
-        self._parameters = list(model.parameters())
-        self._optimizer = adamw(self._parameters, work.config.training.lr)
+        self._shards = list(model.parameters())
+        self._optimizer = adamw(self._shards, work.config.training.lr)
 
     def forward(self, batch: torch.Tensor, last: bool) -> torch.Tensor:
         if self._replicated:
@@ -41,7 +41,7 @@ class FSDP2:
 
     def step(self, last: bool) -> None:
         if last:
-            clip_grad_norm_(self._parameters, self._work.config.training.clipping)
+            clip_grad_norm_(self._shards, self._work.config.training.clipping)
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -50,13 +50,13 @@ class FSDP2:
 
     def held(self) -> Held:
         return Held(
-            storage_bytes(self._parameters),
-            storage_bytes(param.grad for param in self._parameters),
+            storage_bytes(self._shards),
+            storage_bytes(param.grad for param in self._shards),
             storage_bytes(value for state in self._optimizer.state.values() for value in state.values()),
         )
 
     def close(self) -> None:
-        del self._model, self._optimizer, self._parameters
+        del self._model, self._optimizer, self._shards
 
 
 def _mesh(work: Work) -> DeviceMesh:
