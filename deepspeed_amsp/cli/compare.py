@@ -78,15 +78,16 @@ def _measure(config: CompareConfig, hostfile: Path | None, peak_tflops: float | 
     from deepspeed_amsp.compare.gpus import GpuHarness, on_gpus
     from deepspeed_amsp.compare.harness import Harness
 
+    accelerated = on_gpus()
+    if hostfile is not None and not accelerated:
+        fail("compare", "--hostfile is for GPUs, and this machine has none", BAD_INPUT)
     out = Path(config.out)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, transient=True) as progress:
         shown = _Shown(progress)
         try:
-            if on_gpus():
+            if accelerated:
                 GpuHarness(config, out, shown, hostfile=hostfile, peak_tflops=peak_tflops).run()
-            elif hostfile is not None:
-                raise CompareConfigError("--hostfile is for GPUs, and this machine has none")
             else:
                 Harness(config, out, shown).run()
         except CompareConfigError as error:
