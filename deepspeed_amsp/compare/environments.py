@@ -38,7 +38,7 @@ def mics_python(note: Callable[[str], None]) -> Path:
         EnvironmentFailed: no venv, or pip failed.
     """
     torch = version("torch").partition("+")[0]
-    folder = _home() / f"mics-{MICS_DEEPSPEED}-torch-{torch}-py{sys.version_info.major}.{sys.version_info.minor}"
+    folder = _home() / f"mics-{MICS_DEEPSPEED}-torch-{torch}-py{'.'.join(map(str, sys.version_info[:2]))}"
     python, done = folder / "bin" / "python", folder / "complete"
     with _alone(folder):
         if not done.is_file():

@@ -65,7 +65,7 @@ def _make(block: ModelBlock) -> nn.Module:
 
         config = transformers.AutoConfig.from_pretrained(block.hf)
         config.use_cache = False
-        return _NextToken(transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32))
+        return _NextToken(transformers.AutoModelForCausalLM.from_config(config).float())
     return Llama(LlamaConfig(**block.shape.model_dump()))
 
 
