@@ -40,6 +40,13 @@ def on_gpus() -> bool:
     return torch.accelerator.is_available()
 
 
+def device_name() -> str:
+    """What the driver calls an accelerator of this machine."""
+    import torch
+
+    return str(torch.get_device_module().get_device_name())
+
+
 def peak_flops(device: str) -> float | None:
     """Of one device by its name; None where the table does not know it."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device.upper()), None)
@@ -108,11 +115,9 @@ class GpuHarness(Harness):
         return pending
 
     def _setup(self) -> Setup:
-        import torch
-
         from deepspeed_amsp.compare.scale import spec_of
 
-        device = torch.get_device_module().get_device_name()
+        device = device_name()
         peak = peak_flops(device) if self.peak_tflops is None else 1e12 * self.peak_tflops
         flops = flops_per_token(spec_of(self.config.model), self.config.model.sequence)
         return Setup(**{**asdict(super()._setup()), "device": device, "peak_flops": peak, "flops_per_token": flops})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_amsp.compare import gpus
 from deepspeed_amsp.compare.config import CompareConfigError, check
 from deepspeed_amsp.compare.gpus import GpuHarness, flops_per_token, launcher, peak_flops
 from deepspeed_amsp.compare.ranks import Order
-from deepspeed_amsp.compare.results import Run
+from deepspeed_amsp.compare.results import Run, read
 from deepspeed_amsp.plan.layout import ParamSpec
 from deepspeed_amsp.plan.specs import ModelSpec, UnitSpec
 
@@ -51,6 +54,28 @@ def test_peaks() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("Something else") is None
+
+
+def test_launches_go_on_without_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a launcher that starts one fake rank, as pdsh would show it: the host before every line."""
+
+    def local(python: Path, hostfile: Path | None, ranks: int, job: Path, port: int) -> list[str]:
+        start = (
+            f"{sys.executable} -m tests.compare.fake_ranks {job} 2>&1 | sed 's/^/worker-1: /'; exit ${{PIPESTATUS[0]}}"
+        )
+        return ["bash", "-c", start]
+
+    monkeypatch.setattr(gpus, "launcher", local)
+    monkeypatch.setattr(gpus, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setenv("AMSP_FAKE", json.dumps({"zero1": "die"}))
+    monkeypatch.setenv("RANK", "0")
+    values = {"strategies": ["ddp", "zero1", "zero2"], "cluster": {"nodes": 1, "ranks_per_node": 8}, "rounds": 2}
+    found = read(GpuHarness(check(values, "test"), tmp_path / "out", Silent()).run())
+    done = [(run.strategy, run.round) for run in found.runs if run.error is None]
+    assert done == [("ddp", 0), ("zero2", 0), ("zero2", 1), ("ddp", 1)]
+    assert [run.strategy for run in found.runs if run.error is not None] == ["zero1"]
+    assert found.setup.peak_flops == 312e12 and found.setup.device.startswith("NVIDIA") and not found.setup.emulated
+    assert all(run.nic_mbit is None for run in found.runs)
 
 
 def test_hostfiles_must_be_those_of_the_comparison(tmp_path: Path) -> None:
