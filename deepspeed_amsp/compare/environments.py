@@ -59,6 +59,12 @@ def source(folder: Path) -> Path:
     return folder
 
 
+def search_path(folder: Path) -> str:
+    """PYTHONPATH of the ranks: this package from ``folder``, which is made, then where a factory may be."""
+    own = source(folder).absolute()
+    return os.pathsep.join(filter(None, [str(own), os.getcwd(), os.environ.get("PYTHONPATH")]))
+
+
 def versions(strategies_need_mics: bool) -> dict[str, str]:
     """Of what takes part, for the set-up."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}

@@ -145,8 +145,7 @@ class _Launch:
             job.write_text(
                 json.dumps({"config": config, "environment": self._environment, "orders": orders}), encoding="utf-8"
             )
-            source = environments.source(Path(folder) / "source")
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source.absolute()), os.getcwd()])}
+            env = {**os.environ, "PYTHONPATH": environments.search_path(Path(folder) / "source")}
             ranks = harness.config.cluster.ranks_per_node
             port = 20_000 + os.getpid() % 10_000
             command = launcher(harness.python(self._environment), harness.hostfile, ranks, job.absolute(), port)

@@ -304,9 +304,8 @@ class _Launch:
         return [str(self._harness.python(environment)), "-m", self._harness.program, str(job)]
 
     def _variables(self) -> dict[str, str]:
-        own = environments.source(self._folder / "source")
         return {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(own), os.getcwd(), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": environments.search_path(self._folder / "source"),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",
             # Some releases of DeepSpeed compile helpers, for minutes, in the first step.
