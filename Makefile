@@ -34,8 +34,8 @@ demo: $(VENV)/.demo
 	  examples/train_llama.py --deepspeed --deepspeed_config configs/amsp_demo.json \
 	  --run-dir runs/demo --max-seconds 130 $(DEMO_FLAGS)
 
-# Every strategy on an emulated cluster of 2 nodes x 2 ranks: about 6 minutes on two quiet cores, and once more for the
-# environment of MiCS, which is made beside the others. Slow links need root and iproute2.
+# Every strategy on an emulated cluster of 2 nodes x 2 ranks: about 7 minutes on two quiet cores, and some more the
+# first time for the environment of MiCS, which is made beside the others. Slow links need root and iproute2.
 compare: $(VENV)/.demo
 	AMSP_COMPARE_ENVIRONMENTS=$(CURDIR)/.venv-compare DS_ACCELERATOR=cpu PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
 	  $(VENV)/bin/amsp compare --config configs/ab.yaml $(COMPARE_FLAGS)

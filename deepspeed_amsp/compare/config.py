@@ -93,7 +93,7 @@ class ClusterBlock(_Frozen):
     nodes: Count = 2
     ranks_per_node: Count = 2
     nic_mbit: Annotated[tuple[Rate, ...], Field(min_length=1)] = (500.0,)
-    lo_mbit: Rate | None = 4000.0
+    lo_mbit: Rate | None = None
     spine_mbit: Rate | None = None
     emulate: Literal["auto", "always", "never"] = "auto"
 
