@@ -23,7 +23,7 @@ define environment
 	touch $@
 endef
 
-.PHONY: demo test lint test-cluster test-versions clean $(VERSIONS:%=test-on-%)
+.PHONY: demo test lint test-versions clean $(VERSIONS:%=test-on-%)
 
 # Four CPU ranks of one machine, cut into 2 nodes of 2 by topology.gpus_per_node. The port is a free one.
 demo: $(VENV)/.demo
@@ -41,6 +41,7 @@ lint: $(VENV)/.test
 
 # DeepSpeed's launcher between two nodes that are emulated on this machine, through pdsh and ssh. Needs root. On Debian
 # and its relatives it installs what is missing; the package of the ssh server may start the machine's own, too.
+.PHONY: test-cluster
 test-cluster: $(VENV)/.test
 	command -v sshd && command -v pdsh && command -v ip || \
 	  { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client pdsh iproute2; }
