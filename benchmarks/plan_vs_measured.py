@@ -102,8 +102,8 @@ def model_spec() -> ModelSpec:
     """The benchmark's LLaMA."""
     import torch
 
+    from deepspeed_amsp.compare.llama import Llama
     from deepspeed_amsp.probe import model_spec as spec_of
-    from examples.llama import Llama
 
     with torch.device("meta"):
         return spec_of(Llama(MODEL), "llama-13.8M")

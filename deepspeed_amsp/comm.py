@@ -87,10 +87,6 @@ class Ticket:
         self._flight = flight
         """Set while somebody traces and nobody has waited."""
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once. A collective that failed is done, too; `wait` says so."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self, aside: bool = False) -> None:
         """Make the result readable.
 
@@ -149,6 +145,7 @@ class Communicator:
         self._running = new_log()
         self._last = new_log()
         self._thread = threading.local()
+        self._observing = threading.Lock()
 
     @property
     def running(self) -> tuple[LogEntry, ...]:
@@ -284,7 +281,9 @@ class Communicator:
         if self.observer is not None:
             start = time.perf_counter()
             ticket.wait()
-            self.observer(entry, 1e3 * (time.perf_counter() - start))
+            milliseconds = 1e3 * (time.perf_counter() - start)
+            with self._observing:  # DeepSpeed's logger counts without a lock
+                self.observer(entry, milliseconds)
         return ticket
 
     def _log(self, op: str, group: Group, message: torch.Tensor, label: str) -> LogEntry:

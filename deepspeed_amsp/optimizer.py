@@ -91,7 +91,7 @@ class AMSPOptimizer(OptimizerSurface):
             for layout, dtype in ((layout, self._by_index[layout.units[0]].dtype) for layout in self.layouts)
         ]
         self.working = working_buckets(self.layouts, self._by_index, plan.publish)
-        self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device)
+        self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device, mesh.merged)
         self._agreement = Agreement(
             list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device
         )
@@ -107,7 +107,7 @@ class AMSPOptimizer(OptimizerSurface):
             prescale=settings.prescale,
             eager_units=plan.overlap.reduce_scatter,
             eager_buckets=plan.overlap.all_reduce,
-            polls=waits_on_host(self.device),
+            threads=waits_on_host(self.device),
         )
         self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
         self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.kept_coordinates)
@@ -392,6 +392,7 @@ class AMSPOptimizer(OptimizerSurface):
     def destroy(self) -> None:
         """Take hooks, watchers and marks off the model, once it has its last values."""
         self.publisher.close()
+        self._reducer.close()
         self._hooks.remove()
         self.access.detach()
 

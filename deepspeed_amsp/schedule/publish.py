@@ -11,7 +11,8 @@ from deepspeed_amsp.mesh import Group, Span
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.partition.working import WorkingBucket
 from deepspeed_amsp.plan.resolve import PublishMode
-from deepspeed_amsp.schedule.chain import Chain, Stages, make_chain
+from deepspeed_amsp.schedule.chain import Chain, make_chain
+from deepspeed_amsp.schedule.pipeline import Stages
 
 
 class Publisher:
@@ -23,6 +24,7 @@ class Publisher:
     Args:
         buckets: in forward order.
         span: the ``optim`` axis by owner number. In two stages, a value crosses nodes first and once.
+        merged: publishing shares its communicators with everything else.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Publisher:
         span: Span,
         mode: PublishMode,
         device: torch.device,
+        merged: bool,
     ) -> None:
         self._buckets = buckets
         self._comm = comm
@@ -40,7 +43,7 @@ class Publisher:
         staged = span.node is not None
         self._sent: Callable[[WorkingBucket], Stages] = self._broadcast_in_stages if staged else self._broadcast
         self._gathered: Callable[[WorkingBucket], Stages] = self._all_gather_in_stages if staged else self._all_gather
-        self._chain: Chain = make_chain(comm, device, staged=span.node is not None)
+        self._chain: Chain = make_chain(comm, device, staged, merged)
         self._in_flight: set[int] = set()
         self._buckets_of: dict[int, list[int]] = {}
         for bucket in buckets:

@@ -2,150 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Sequence
 
 import torch
 
-from deepspeed_amsp.comm import Communicator, Ticket
-from deepspeed_amsp.mesh import Group, Mesh, Span
+from deepspeed_amsp.comm import Communicator
+from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.layout import Slot
 from deepspeed_amsp.plan.resolve import ReduceMode
 from deepspeed_amsp.schedule.agreement import Agreement
-from deepspeed_amsp.schedule.pipeline import Pipeline, Stages
+from deepspeed_amsp.schedule.pipeline import OrderedPipeline, Pipeline, Stages, ThreadPipeline
+from deepspeed_amsp.schedule.reduce_routes import ROUTES
 
 IN_FLIGHT = 4
-"""Buckets (or units) whose reduction may be under way when another one starts, where stages are polled: what is in
-flight is memory, and a network that is further behind would not be caught up with anyway."""
-
-
-class ReduceRoute:
-    """How one bucket's gradient gets to its owner. Subclasses are the two reduce modes.
-
-    Args:
-        wire_dtype: dtype in which gradients travel; None for that of the parameters.
-    """
-
-    def __init__(self, comm: Communicator, mesh: Mesh, wire_dtype: torch.dtype | None) -> None:
-        self._comm = comm
-        self._mesh = mesh
-        self._wire = wire_dtype
-
-    def partial(self, bucket: BucketGradients) -> Stages:
-        """A micro-batch that is not the last, s_g > s_p: reduce over the inner stages, keep one's part."""
-        raise NotImplementedError
-
-    def final(self, bucket: BucketGradients) -> Stages:
-        """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
-        raise NotImplementedError
-
-    def last_stage(self, final: bool) -> int:
-        """Number of the last stage of `final` or `partial` in which something may be sent."""
-        return max((stage for stage, size in enumerate(self._sizes(final)) if size > 1), default=0)
-
-    def _sizes(self, final: bool) -> list[int]:
-        """By stage, how many ranks take part."""
-        raise NotImplementedError
-
-    def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
-        return resting.to(self._wire if self._wire is not None else bucket.param_dtype)
-
-    def _all_reduce(self, span: Span, buffer: torch.Tensor, label: str) -> Generator[Ticket | None, None, torch.Tensor]:
-        """Sum over an axis. In two stages: reduced to parts in node, the parts across nodes, gathered in node."""
-        node, cross, back = span.node, span.cross, span.back
-        if node is None or cross is None or back is None:
-            yield self._comm.all_reduce(span.flat, buffer, label) if span.size > 1 and buffer.numel() else None
-            return buffer
-        if not buffer.numel():
-            yield from [None, None, None]
-            return buffer
-        length = -(-buffer.numel() // node.size)
-        whole = buffer.new_zeros(length * node.size)
-        whole[: buffer.numel()] = buffer
-        part = buffer.new_empty(length)
-        yield self._comm.reduce_scatter(node, whole, part, [length] * node.size, label)
-        yield self._comm.all_reduce(cross, part, label)
-        yield self._comm.all_gather(back, part, whole, label)
-        return whole[: buffer.numel()]
-
-
-class AllReduceRoute(ReduceRoute):
-    """The paper's: AllReduce everything over the axis, then select what is kept and drop the rest."""
-
-    def _sizes(self, final: bool) -> list[int]:
-        return (self._mesh.data if final else self._mesh.inner).stage_sizes
-
-    def partial(self, bucket: BucketGradients) -> Stages:
-        staged = self._sent(bucket, bucket.take_staged())
-        staged = yield from self._all_reduce(self._mesh.inner, staged, bucket.layout.label)
-        start, length = bucket.layout.held_range(self._mesh.kept_coordinates)
-        bucket.keep(staged[start : start + length].clone())
-
-    def final(self, bucket: BucketGradients) -> Stages:
-        staged, kept = bucket.take_staged(), bucket.take_kept()
-        if kept is not None:
-            # The keeper adds what it has accumulated before the last reduction; the others only add theirs.
-            start, length = bucket.layout.held_range(self._mesh.kept_coordinates)
-            staged[start : start + length].add_(kept)
-        staged = self._sent(bucket, staged)
-        staged = yield from self._all_reduce(self._mesh.data, staged, bucket.layout.label)
-        start, length = bucket.own_range
-        whole = length == staged.numel()
-        bucket.own(staged if whole else staged[start : start + length].clone())
-
-
-class TwoLevelRoute(ReduceRoute):
-    """Reduce to the owner over ``optim``, stage by stage, then AllReduce only the owned part over ``replicate``.
-
-    A group in which nobody owns anything of the bucket has nothing to send: all its members see the same
-    sizes, so all of them skip the call.
-    """
-
-    def _sizes(self, final: bool) -> list[int]:
-        stages = [group.size for group in (self._mesh.stages if final else self._mesh.inner_stages)]
-        return stages + (self._mesh.replicate.stage_sizes if final else [])
-
-    def partial(self, bucket: BucketGradients) -> Stages:
-        sent = self._sent(bucket, bucket.take_staged())
-        bucket.keep((yield from self._reduce(bucket, sent, (), self._mesh.inner_stages)))
-
-    def final(self, bucket: BucketGradients) -> Stages:
-        if self._mesh.inner.size > 1 and (bucket.staged is not None or bucket.kept is None):
-            yield from self.partial(bucket)
-            kept = bucket.take_kept()
-            assert kept is not None, "the partial route leaves a kept part"
-            resting = kept
-        else:
-            # What there is is taken now: a gradient that comes later starts a route of its own.
-            kept = bucket.take_kept()
-            resting = kept if kept is not None else bucket.take_staged()
-            yield from [None] * len(self._mesh.inner_stages)
-        section = self._sent(bucket, resting)
-        section = yield from self._reduce(bucket, section, self._mesh.kept_coordinates, self._mesh.outer_stages)
-        section = yield from self._all_reduce(self._mesh.replicate, section, bucket.layout.label)
-        bucket.own(section)
-
-    def _reduce(
-        self, bucket: BucketGradients, buffer: torch.Tensor, prefix: tuple[int, ...], stages: Sequence[Group]
-    ) -> Generator[Ticket | None, None, torch.Tensor]:
-        """Sum ``buffer``, what the ranks at ``prefix`` hold, over ``stages``; returns this rank's part of it."""
-        for group in stages:
-            if group.size > 1 and buffer.numel():
-                splits = bucket.layout.splits(prefix)
-                mine = buffer.new_empty(splits[group.index])
-                yield self._comm.reduce_scatter(group, buffer, mine, splits, bucket.layout.label)
-                buffer = mine
-            else:
-                yield None
-            prefix = (*prefix, group.index)
-        return buffer
-
-
-ROUTES: Mapping[ReduceMode, type[ReduceRoute]] = {
-    ReduceMode.ALL_REDUCE: AllReduceRoute,
-    ReduceMode.TWO_LEVEL: TwoLevelRoute,
-}
+"""Buckets (or units) whose reduction may be under way when another one starts, where threads issue the stages: what is
+in flight is memory, and a network that is further behind would not be caught up with anyway."""
 
 
 class UnitGradients:
@@ -199,7 +73,7 @@ class GradientReducer:
         agreement: told which parameters have gradients and which units are reduced.
         prescale: factor on every gradient before it is added to anything (gradient_predivide_factor).
         eager_units, eager_buckets: False issues reductions only after backward, and waits for each.
-        polls: stages are moved on when they are done, see `Pipeline`.
+        threads: stages are issued by threads, see `ThreadPipeline`; never where communicators are merged.
     """
 
     def __init__(
@@ -214,7 +88,7 @@ class GradientReducer:
         prescale: float,
         eager_units: bool,
         eager_buckets: bool,
-        polls: bool,
+        threads: bool,
     ) -> None:
         self._agreement = agreement
         self._prescale = prescale
@@ -225,9 +99,13 @@ class GradientReducer:
         self._wire = wire_dtype
         self._eager_units = eager_units
         self._eager_buckets = eager_buckets
-        polls = polls and not mesh.merged
-        self._unit_pipeline = Pipeline(polls, limit=IN_FLIGHT if polls else 2)
-        self._bucket_pipeline = Pipeline(polls, limit=IN_FLIGHT if polls else 1)
+        self._unit_pipeline: Pipeline = OrderedPipeline(limit=2)
+        self._bucket_pipeline: Pipeline = OrderedPipeline(limit=1)
+        if threads and not mesh.merged:
+            self._unit_pipeline = ThreadPipeline(comm, [mesh.param_reduce.size > 1], IN_FLIGHT, "amsp-units")
+            self._bucket_pipeline = ThreadPipeline(comm, self._route.sends, IN_FLIGHT, "amsp-buckets")
+        self._staging = threading.Lock()
+        """Held by who stages gradients and starts their buckets: backward, and the thread that waits for units."""
         self._flat = {unit.index: UnitGradients(unit) for unit in units if isinstance(unit, ShardedUnit)}
         self._slots_of: dict[int, list[tuple[int, Slot]]] = {unit.index: [] for unit in units}
         self._slots_of_param: dict[str, list[tuple[int, Slot]]] = {}
@@ -248,11 +126,6 @@ class GradientReducer:
         self.held = False
         """True when backwards inside no_sync are all that there was since the last reduction."""
 
-    def poll(self) -> None:
-        """Give what is in flight the chance to go on; free where there is nothing to do."""
-        self._unit_pipeline.poll()
-        self._bucket_pipeline.poll()
-
     @property
     def _every_micro_batch(self) -> bool:
         return self._mesh.inner.size > 1
@@ -260,7 +133,6 @@ class GradientReducer:
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Take over the gradient of parameter ``index`` of ``unit``."""
         self.open = True
-        self.poll()
         self._agreement.used(unit.layout.params[index].name)
         if self._prescale != 1.0:
             gradient = gradient * self._prescale
@@ -272,10 +144,10 @@ class GradientReducer:
                 self._reduce_unit(unit.index)
             return
         flat_gradient = gradient.reshape(-1)
-        for bucket, slot in self._slots_of_param.get(unit.layout.params[index].name, ()):
-            piece = slot.piece
-            self._stage(bucket, slot, flat_gradient if piece.whole else flat_gradient[piece.start : piece.stop])
-        if self._eager_buckets:
+        with self._staging:
+            for bucket, slot in self._slots_of_param.get(unit.layout.params[index].name, ()):
+                piece = slot.piece
+                self._stage(bucket, slot, flat_gradient if piece.whole else flat_gradient[piece.start : piece.stop])
             self._start_ready_buckets()
 
     def end_of_backward(self) -> None:
@@ -306,6 +178,11 @@ class GradientReducer:
         """Wait until every gradient that was sent is where it rests."""
         self._unit_pipeline.drain()
         self._bucket_pipeline.drain()
+
+    def close(self) -> None:
+        """Nothing will be reduced any more."""
+        self._unit_pipeline.close()
+        self._bucket_pipeline.close()
 
     def finish_bucket(self, index: int) -> None:
         """Wait until bucket ``index`` is where it rests; buckets arrive last in forward first."""
@@ -359,11 +236,11 @@ class GradientReducer:
         mine = sent.new_empty(unit.layout.shard_numel)
         splits = [unit.layout.shard_numel] * group.size
         self._agreement.issued(f"the reduction of {unit.name}")
-        yield self._comm.reduce_scatter(group, sent, mine, splits, unit.name)
-        for bucket, slot in self._slots_of[unit.index]:
-            offset = slot.piece.shard_offset
-            self._stage(bucket, slot, mine[offset : offset + slot.piece.numel])
-        if self._eager_buckets:
+        yield [self._comm.reduce_scatter(group, sent, mine, splits, unit.name)]
+        with self._staging:
+            for bucket, slot in self._slots_of[unit.index]:
+                offset = slot.piece.shard_offset
+                self._stage(bucket, slot, mine[offset : offset + slot.piece.numel])
             self._start_ready_buckets()
 
     def _stage(self, bucket: int, slot: Slot, gradient: torch.Tensor) -> None:
@@ -371,7 +248,7 @@ class GradientReducer:
         self._missing[bucket].discard(slot.offset)
 
     def _start_ready_buckets(self) -> None:
-        if self.hold or not (self.boundary or self._every_micro_batch):
+        if self.hold or not self._eager_buckets or not (self.boundary or self._every_micro_batch):
             return
         while self._next_bucket >= 0 and not self._missing[self._next_bucket]:
             self._start_buckets(down_to=self._next_bucket)

@@ -27,7 +27,7 @@ import deepspeed  # noqa: E402
 import deepspeed_amsp  # noqa: E402
 from deepspeed_amsp.compare.cluster import local_counters  # noqa: E402
 from deepspeed_amsp.compare.compute import emulate_compute  # noqa: E402
-from examples.llama import Llama  # noqa: E402
+from deepspeed_amsp.compare.llama import Llama  # noqa: E402
 from tests.bench.rows import MODEL, NODES, RANKS_PER_NODE, RESULT, WARM_UP_STEPS, Row  # noqa: E402
 
 WINDOW = 64  # tokens; the real computation of a step stays small beside the emulated one

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepspeed_amsp.compare.cluster import ClusterSpec
-from examples.llama import LlamaConfig, parameter_count
+from deepspeed_amsp.compare.llama import LlamaConfig, parameter_count
 
 NODES, RANKS_PER_NODE = 2, 2
 WARM_UP_STEPS = 2

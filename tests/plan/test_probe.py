@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed_amsp import probe
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count
 from deepspeed_amsp.plan.models import named_model
 from deepspeed_amsp.plan.probed import PROBED
 from deepspeed_amsp.plan.specs import Activations, SpecError
-from examples.llama import Llama, LlamaConfig, parameter_count
 from tests.plan.probed_figures import figures
 
 SMALL = LlamaConfig(vocab=64, dim=32, layers=3, heads=2, ffn=48)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_amsp.comm import Communicator
 from deepspeed_amsp.mesh import launch_order_warning
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
+from deepspeed_amsp.schedule.chain import make_chain
 from deepspeed_amsp.schedule.order import Use, UseOrder
-from deepspeed_amsp.schedule.pipeline import Pipeline
+from deepspeed_amsp.schedule.pipeline import ThreadPipeline
 from deepspeed_amsp.schedule.reduce import IN_FLIGHT
 from tests.parity.cases import NIGHTLY, case_for
 from tests.semantics import modules as m
@@ -128,51 +133,124 @@ def test_gathers_of_a_backward_are_ahead_of_their_use(sharding: Sharding) -> Non
 
 
 class _Slow:
-    """A ticket that is done when told so."""
+    """A ticket that arrives when told so."""
+
+    entry = None
 
     def __init__(self) -> None:
-        self.arrived = False
+        self.arrived = threading.Event()
         self.waited = False
 
-    def done(self) -> bool:
-        return self.arrived
-
-    def wait(self) -> None:
+    def wait(self, aside: bool = False) -> None:
+        assert self.arrived.wait(timeout=10)
         self.waited = True
 
 
-def _route(name: str, log: list[str], tickets: dict[str, _Slow]) -> Iterator[Any]:
-    for stage in range(3):
-        log.append(f"{name}{stage}")
-        yield tickets.setdefault(f"{name}{stage}", _Slow())
+class _Line:
+    """A `ThreadPipeline` of three stages, the second of which never sends, and what it issued."""
+
+    def __init__(self, limit: int = IN_FLIGHT) -> None:
+        self.issued: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.tickets: dict[str, _Slow] = {}
+        self.pipeline = ThreadPipeline(Communicator(), [True, False, True], limit, "test-line")
+
+    def route(self, name: str) -> Iterator[Any]:
+        for stage in range(3):
+            ticket = self.tickets.setdefault(f"{name}{stage}", _Slow())
+            self.issued.put(f"{name}{stage}")
+            yield [] if stage == 1 else [ticket]
+        self.issued.put(f"{name} ends")
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.pipeline.start(ord(name), self.route(name))  # type: ignore[arg-type]
+
+    def next(self, count: int) -> list[str]:
+        """The next that was issued; waits for it."""
+        return [self.issued.get(timeout=10) for _ in range(count)]
+
+    def arrive(self, *stages: str) -> None:
+        for stage in stages:
+            self.tickets.setdefault(stage, _Slow()).arrived.set()
 
 
-def test_polling_never_waits_and_keeps_every_stage_in_order() -> None:
-    log: list[str] = []
-    tickets: dict[str, _Slow] = {}
-    pipeline = Pipeline(polls=True, limit=IN_FLIGHT)
-    for key, name in enumerate("ab"):
-        pipeline.start(key, _route(name, log, tickets))  # type: ignore[arg-type]
-    tickets["b0"].arrived = True
-    pipeline.poll()
-    assert log == ["a0", "b0"], "b's second stage would come before a's"
-    tickets["a0"].arrived = True
-    pipeline.poll()
-    assert log == ["a0", "b0", "a1", "b1"]
-    tickets["b1"].arrived = tickets["a1"].arrived = True
-    pipeline.poll()
-    assert log == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    pipeline.drain()
-    assert all(ticket.waited for ticket in tickets.values())
+def test_stages_go_on_without_the_host_and_in_one_order() -> None:
+    line = _Line()
+    line.start("a", "b")
+    assert line.next(2) == ["a0", "b0"]
+    line.arrive("b0")
+    assert line.issued.empty(), "b's later stages would come before a's"
+    line.arrive("a0")
+    assert line.next(4) == ["a1", "a2", "b1", "b2"]
+    assert line.pipeline.in_flight == 2
+    line.arrive("a2", "b2")
+    assert line.next(2) == ["a ends", "b ends"]
+    line.pipeline.drain()
+    assert line.pipeline.in_flight == 0
 
 
 def test_what_is_in_flight_is_limited() -> None:
-    log: list[str] = []
-    tickets: dict[str, _Slow] = {}
-    pipeline = Pipeline(polls=True, limit=2)
-    for key, name in enumerate("abcd"):
-        pipeline.start(key, _route(name, log, tickets))  # type: ignore[arg-type]
-    assert tickets["a0"].waited and tickets["a2"].waited, "the fourth route had to wait for the first"
+    line = _Line(limit=2)
+    line.start("a", "b", "c")
+    assert line.pipeline.in_flight == 3
+    timer = threading.Timer(0.1, line.arrive, ["a0", "a2"])
+    timer.start()
+    line.start("d")
+    assert line.tickets["a2"].waited, "the fourth route had to wait for the first"
+    line.arrive("b0", "b2", "c0", "c2", "d0", "d2")
+    line.pipeline.finish(ord("c"))
+    assert line.tickets["c2"].waited
+
+
+def test_an_error_in_a_thread_reaches_who_waits() -> None:
+    line = _Line()
+
+    def fails() -> Iterator[Any]:
+        yield [line.tickets.setdefault("x0", _Slow())]
+        raise ValueError("a stage that cannot be issued")
+
+    line.pipeline.start(0, fails())  # type: ignore[arg-type]
+    line.start("b")
+    line.arrive("x0", "b0", "b2")
+    with pytest.raises(ValueError, match="cannot be issued"):
+        line.pipeline.drain()
+    line.pipeline.drain()
+    assert line.tickets["b2"].waited, "a route behind it is not lost"
+
+
+def test_threads_finish_what_they_have_and_end() -> None:
+    before = set(threading.enumerate())
+
+    def new() -> int:
+        return len(set(threading.enumerate()) - before)
+
+    line = _Line()
+    line.start("a", "b")
+    assert new() == 2
+    line.arrive("a0", "a2", "b0", "b2")
+    line.pipeline.close()
+    assert new() == 0
+    assert line.next(8)[-1] == "b ends"
+
+    dropped = _Line()
+    assert new() == 2
+    del dropped
+    gc.collect()
+    assert new() == 0, "threads of a pipeline that nobody holds any more"
+
+
+def test_no_thread_issues_where_communicators_are_merged() -> None:
+    """Its calls would fall among the host's in another order on every rank, and gloo mixes their data."""
+    chain = make_chain(Communicator(), torch.device("cpu"), staged=True, merged=True)
+    second = _Slow()
+    first = _Slow()
+    first.arrived.set()
+    stages = iter([[first], [second]])
+    chain.start(0, stages)  # type: ignore[arg-type]
+    assert first.waited and not list(stages), "everything is issued when start returns"
+    second.arrived.set()
+    chain.finish(0)
+    assert second.waited
 
 
 class Four(nn.Module):
@@ -219,28 +297,35 @@ def _meeting_between_backward_and_step(trainer: Trainer) -> None:
 
 
 def _late_for_some(run: Run) -> Held:
-    """Rank 0 never sees that the first stage of its last bucket but one is done, rank 2 never that a second one is:
-    so rank 2 has too many in flight in its last start, and waits for a stage that rank 0 has not sent in backward."""
+    """On rank 0 the first stage of the last bucket but one takes its time, on rank 2 every second stage does: rank 2
+    has too many in flight in its last start, and waits for a stage that rank 0 has not sent when its backward ends."""
     from deepspeed_amsp.comm import Ticket
     from tests.semantics import harness
 
-    really = Ticket.done
+    really = Ticket.wait
 
-    def done(ticket: Ticket) -> bool:
+    def wait(ticket: Ticket, aside: bool = False) -> None:
         entry, rank = ticket.entry, dist.get_rank()
-        hidden = (rank == 0 and entry.axis == "inner" and entry.label == "bucket 1") or (
-            rank == 2 and entry.axis == "outer"
-        )
-        return not hidden and really(ticket)
+        if (rank == 0 and (entry.axis, entry.label) == ("inner", "bucket 1")) or (rank == 2 and entry.axis == "outer"):
+            time.sleep(0.05)
+        really(ticket, aside)
 
-    with mock.patch.object(Ticket, "done", done):
+    with mock.patch.object(Ticket, "wait", wait):
         return harness.job(run)
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_ranks_may_meet_between_backward_and_step(micro_batches: int) -> None:
+def test_ranks_may_meet_between_backward_and_step(micro_batches: int, merged: bool) -> None:
     """A backward never waits for what another rank sends after its own: that one may be anywhere by then."""
-    run = Run(UNEQUAL, Slow, loop=_meeting_between_backward_and_step, bucket_bytes=576, micro_batches=micro_batches)
+    run = Run(
+        UNEQUAL,
+        Slow,
+        loop=_meeting_between_backward_and_step,
+        bucket_bytes=576,
+        micro_batches=micro_batches,
+        amsp={"merge_communicators": merged},
+    )
     assert_matches(pool(4).run(_late_for_some, run, timeout=20), reference(run))
 
 
@@ -271,7 +356,7 @@ def _peak_of_gradients(trainer: OnRank) -> None:
         nonlocal peak
         complete: bool = take(*args)
         staged = sum(bucket.staged is not None for bucket in optimizer.gradients)
-        peak = max(peak, staged + len(reducer._bucket_pipeline._flight))
+        peak = max(peak, staged + reducer._bucket_pipeline.in_flight)
         return complete
 
     with mock.patch.object(reducer, "add", add):
