@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 OURS, THEIRS, NEUTRAL, BAD = "#d55e00", "#0072b2", "#8c8c8c", "#b00020"
 INK, FAINT = "#222222", "#d9d9d9"
 DPI = 150
+MOST_LEVELS = 4
+"""Collectives of one kind that are drawn side by side; more would be hairlines."""
 MB = 1e6
 
 PHASES = ("forward", "backward", "update")
@@ -32,6 +34,9 @@ ROW_COLOURS = {
     "reduce": "#d55e00",
     "publish": "#cc79a7",
 }
+
+_PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+"""Behind words that a line may cross."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -128,7 +133,7 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
         ratio = table.compare(row.strategy, baseline)
         if not row.state.compares or ratio is None:
             word = "not measured in the same round" if row.state.compares else f"{row.state.value}, not ranked"
-            axes.text(0.02, place, word, color=BAD, va="center")
+            axes.text(0.02, place, word, color=BAD, va="center", bbox=_PAPER)
             continue
         shown.append(row)
         error = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
@@ -138,7 +143,7 @@ def _throughput(table: Table, setup: Setup) -> Picture | None:
         )  # fmt: skip
         axes.annotate(
             f"{ratio.median:.2f}x", (ratio.high, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            bbox=_PAPER,
         )  # fmt: skip
     axes.axvline(1, color=INK, linewidth=0.9, linestyle="--")
     axes.set_yticks(range(len(table.rows)), [row.title for row in table.rows])
@@ -241,7 +246,7 @@ def _bars(axes: Axes, lanes: Sequence[tuple[Row, str, list[list[Slice]]]]) -> No
                 [(one.start_s, one.end_s - one.start_s) for one in slices],
                 (place - 0.45 + level * height, height),
                 facecolors=[ROW_COLOURS.get(one.row, NEUTRAL) for one in slices],
-                edgecolor="white", linewidth=0.3,
+                edgecolor="white", linewidth=0.3 if len(levels) == 1 else 0,
             )  # fmt: skip
         if first:
             axes.axhline(place - 0.75, color=FAINT, linewidth=0.6)
@@ -255,14 +260,14 @@ def _bars(axes: Axes, lanes: Sequence[tuple[Row, str, list[list[Slice]]]]) -> No
 
 
 def _levels(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Spread so that none overlaps another of its level."""
+    """Spread so that none overlaps another of its level, as long as there are levels to spread them on."""
     levels: list[list[Slice]] = []
     for one in sorted(slices, key=lambda one: one.start_s):
         free = next((level for level in levels if level[-1].end_s <= one.start_s), None)
-        if free is None:
+        if free is None and len(levels) < MOST_LEVELS:
             levels.append([one])
         else:
-            free.append(one)
+            (free or min(levels, key=lambda level: level[-1].end_s)).append(one)
     return levels
 
 

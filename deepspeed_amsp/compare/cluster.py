@@ -199,6 +199,10 @@ class Cluster(Loopback):
         """``command`` as it runs on a node, for whoever starts it himself: a server, a launcher of its own."""
         return [*self._enter(node), *command]
 
+    def address(self, node: int) -> str:
+        """Where the others reach a node."""
+        return _address(node)
+
     def counters(self, node: int) -> dict[str, Bytes]:
         """Bytes of a node's ``e0`` (to other nodes) and ``lo`` (between its ranks)."""
         links = json.loads(_tool("ip", "-n", self.namespace(node), "-s", "-j", "link", "show"))
@@ -221,7 +225,7 @@ class Cluster(Loopback):
             _tool("ip", "-n", switch, "link", "set", port, "master", bridges[node * len(bridges) // self.spec.nodes])
             for where, link in ((switch, port), (name, "e0")):
                 _shape(where, link, self.spec.nic_mbit)
-            _tool("ip", "-n", name, "addr", "add", f"{address(node)}/24", "dev", "e0")
+            _tool("ip", "-n", name, "addr", "add", f"{_address(node)}/24", "dev", "e0")
             _tool("ip", "-n", name, "link", "set", "lo", "up")
             if self.spec.lo_mbit is not None:
                 _limit(name, "lo", self.spec.lo_mbit, "burst", "256kb", "limit", "8mb")
@@ -248,7 +252,7 @@ class Cluster(Loopback):
 
     def _network(self) -> dict[str, str]:
         # Left to itself gloo takes 127.0.0.1, and finds nobody there.
-        return {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "e0"}
+        return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "e0"}
 
     def _enter(self, node: int) -> list[str]:
         # A host name of its own makes it a node for whoever groups ranks by host. All of this ends in exec, so
@@ -332,8 +336,7 @@ def host_name(node: int) -> str:
     return f"node{node}"
 
 
-def address(node: int) -> str:
-    """Where the others reach a node in a namespace."""
+def _address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 

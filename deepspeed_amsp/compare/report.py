@@ -94,6 +94,8 @@ def _warnings(table: Table) -> Iterator[str]:
             f"more, the worst is {row.title} against {other.title if other else baseline}: "
             f"{ratio.low:.2f}x to {ratio.high:.2f}x."
         )
+    if table.ranked and all(ratio.spread is None for row in table.ranked for ratio in row.ratios.values()):
+        yield f"{table.setting}: measured in one round only, so nobody knows how far its ratios spread."
     said = {
         State.WRONG: "is WRONG: its losses are not those of DDP, so it is not ranked",
         State.FAILED: "failed; its first traceback stands at the end",

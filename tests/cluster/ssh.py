@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deepspeed_amsp.compare.cluster import Cluster, address, host_name
+from deepspeed_amsp.compare.cluster import Cluster, host_name
 
 PORT = 2222
 SERVER = "/usr/sbin/sshd"  # which only starts by its absolute path, and which PATH often lacks
@@ -54,7 +54,7 @@ def servers(cluster: Cluster, folder: Path) -> Iterator[Path]:
     client = []
     try:
         for node in range(cluster.spec.nodes):
-            facts = {"port": PORT, "address": address(node), "folder": folder, "host": host_name(node)}
+            facts = {"port": PORT, "address": cluster.address(node), "folder": folder, "host": host_name(node)}
             config = folder / f"sshd_config_{node}"
             config.write_text(_SERVER_CONFIG.format(**facts), encoding="utf-8")
             client.append(_CLIENT_CONFIG.format(**facts))
@@ -73,7 +73,7 @@ def servers(cluster: Cluster, folder: Path) -> Iterator[Path]:
 
 def _await(cluster: Cluster, node: int) -> None:
     """Wait until the server of a node answers."""
-    knock = f"import socket; socket.create_connection(({address(node)!r}, {PORT}), 1).close()"
+    knock = f"import socket; socket.create_connection(({cluster.address(node)!r}, {PORT}), 1).close()"
     for _ in range(100):
         done = subprocess.run(
             cluster.on_node(0, [sys.executable, "-S", "-c", knock]), capture_output=True, text=True, check=False

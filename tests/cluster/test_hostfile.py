@@ -15,14 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_amsp.compare.cluster import (
-    Cluster,
-    ClusterSpec,
-    ClusterUnavailable,
-    address,
-    emulated_cluster,
-    host_name,
-)
+from deepspeed_amsp.compare.cluster import Cluster, ClusterSpec, ClusterUnavailable, emulated_cluster, host_name
 from deepspeed_amsp.compare.launch import RankCommand, run_ranks
 from tests.cluster import ssh
 from tests.support import models
@@ -66,11 +59,10 @@ class Job:
         self.ranks_env = folder / "env"
         self.ranks_env.write_text("\n".join(f"{key}={value}" for key, value in self.env.items()), encoding="utf-8")
 
-    def launcher(self, port: int, *options: str) -> list[str]:
+    def launcher(self, *options: str) -> list[str]:
         """The command line of ``deepspeed``."""
         return [
             sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(self.hostfile), *options,
-            "--master_addr", address(0), "--master_port", str(port),
             str(SCRIPT), "--deepspeed_config", str(self.config), "--out", str(self.folder), "--steps", str(STEPS),
         ]  # fmt: skip
 
@@ -81,7 +73,7 @@ class Job:
 
 
 def ds_config() -> dict[str, Any]:
-    """Nothing about nodes: the launcher and the hosts say how many there are."""
+    """Nothing about nodes: the launcher and the hosts say how many there are, and only two allow this sharding."""
     return {
         "train_micro_batch_size_per_gpu": models.SAMPLES,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -91,12 +83,17 @@ def ds_config() -> dict[str, Any]:
     }
 
 
+def meeting_point(cluster: Cluster) -> list[str]:
+    """Options that say where the ranks of one launch find each other."""
+    return ["--master_addr", cluster.address(0), "--master_port", str(next(ports))]
+
+
 def check(ranks: list[dict[str, Any]]) -> None:
     """Every rank is where it belongs and has the losses of one process that trains on all the data."""
     assert [rank["host"] for rank in ranks] == ["node0", "node0", "node1", "node1"]
     assert [rank["local_rank"] for rank in ranks] == [0, 1, 0, 1]
     for rank in ranks:
-        assert rank["launched_with"] == {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": address(0)}
+        assert rank["launched_with"] == {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
         assert rank["plan"] == ranks[0]["plan"]
         assert rank["losses"] == ranks[0]["losses"]
     want = models.reference("mlp", "adamw", NODES * SLOTS, MICRO_BATCHES, STEPS, CLIP)
@@ -106,9 +103,9 @@ def check(ranks: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def without_ssh(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What ranks saw that a launcher in every node started, as a batch system would start those."""
-    job, port = Job(tmp_path_factory.mktemp("without_ssh")), next(ports)
+    job, meeting = Job(tmp_path_factory.mktemp("without_ssh")), meeting_point(cluster)
     env = {**os.environ, **job.env}
-    commands = [job.launcher(port, "--no_ssh", "--node_rank", str(node)) for node in range(NODES)]
+    commands = [job.launcher(*meeting, "--no_ssh", "--node_rank", str(node)) for node in range(NODES)]
     run_ranks([RankCommand(cluster.on_node(node, one), env) for node, one in enumerate(commands)], PATIENCE_S)
     return job.seen()
 
@@ -126,7 +123,7 @@ def through_ssh(cluster: Cluster, folder: Path) -> list[dict[str, Any]]:
             "DS_ENV_FILE": str(job.ranks_env),
             "PDSH_SSH_ARGS_APPEND": f"-F {settings}",
         }
-        launcher = job.launcher(next(ports), "--no_ssh_check")
+        launcher = job.launcher(*meeting_point(cluster), "--no_ssh_check")
         run_ranks([RankCommand(cluster.on_node(0, launcher), env)], PATIENCE_S)
     return job.seen()
 
