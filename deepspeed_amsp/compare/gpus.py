@@ -99,20 +99,19 @@ class GpuHarness(Harness):
         self._find_environments()
         orders = self._orders(None)
         self._total = len(orders)
+        orders = list(self._possible(deque(orders)))
         for environment in self._pythons:
             pending = deque(order for order in orders if self.environment_of(order) == environment)
             while pending:
                 launch = _Launch(self, environment, pending)
-                pending = self._after(launch, pending)
+                try:
+                    launch.run()
+                except (RankFailed, Hung) as error:
+                    if not pending:
+                        break  # everything was measured: ranks failed as they left
+                    self.blame(launch.running, str(error))
+                    pending = self._possible(pending)
         return self.results
-
-    def _after(self, launch: _Launch, pending: deque[Order]) -> deque[Order]:
-        """What is left to do once a launch has ended."""
-        try:
-            launch.run()
-        except (RankFailed, Hung) as error:
-            return self.without(launch.running, str(error), pending)
-        return pending
 
     def _setup(self) -> Setup:
         from deepspeed_amsp.compare.scale import spec_of

@@ -91,11 +91,11 @@ class Harness:
         results.start(self.results, self._setup())
         self._find_environments()
         rates: Sequence[float | None] = self.config.cluster.nic_mbit if self._emulated else (None,)
-        plans = [self._orders(rate) for rate in rates]
-        self._total = sum(map(len, plans))
-        for rate, orders in zip(rates, plans, strict=True):
+        self._total = len(rates) * len(self._orders(None))
+        for rate in rates:
+            pending = self._possible(deque(self._orders(rate)))
             with self._cluster(rate) as cluster:
-                self._measure(cluster, deque(orders))
+                self._measure(cluster, pending)
         return self.results
 
     # ---- what is to be done ----------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Harness:
             for count in self.config.micro_batches:
                 row = [Order(name, count, nic_mbit, number) for name in self._strategies]
                 orders += row if number % 2 == 0 else row[::-1]
-        return [order for order in orders if (order.strategy, order.micro_batches) not in self._failed]
+        return orders
 
     def _cluster(self, nic_mbit: float | None) -> AbstractContextManager[Loopback]:
         cluster = self.config.cluster
@@ -146,14 +146,16 @@ class Harness:
             try:
                 launch.run(cluster)
             except (RankFailed, Hung) as error:
+                if not pending:
+                    return  # everything was measured: ranks failed as they left
                 if launch.running is None and launch.at_fault(error) == "mics":
                     self._blame_environment("mics", str(error))
-                    pending = self._possible(pending)
                 else:
-                    pending = self.without(launch.running, str(error), pending)
+                    self.blame(launch.running, str(error))
+                pending = self._possible(pending)
 
-    def without(self, order: Order | None, reason: str, pending: deque[Order]) -> deque[Order]:
-        """What is left when ``order`` has failed.
+    def blame(self, order: Order | None, reason: str) -> None:
+        """The strategy of ``order`` is not tried again.
 
         Raises:
             RuntimeError: there was none: the ranks did not even start.
@@ -161,20 +163,26 @@ class Harness:
         if order is None:
             raise RuntimeError(f"the ranks did not start: {reason}")
         self._failed[order.strategy, order.micro_batches] = reason
-        self._report_failure(order, reason)
-        return self._possible(pending)
-
-    def _possible(self, pending: deque[Order]) -> deque[Order]:
-        left = deque(o for o in pending if (o.strategy, o.micro_batches) not in self._failed)
-        self._total -= len(pending) - len(left)
-        return left
 
     def _blame_environment(self, environment: str, reason: str) -> None:
         """None of its strategies can run."""
         for strategy in self._strategies.values():
-            for count in self.config.micro_batches if strategy.environment == environment else ():
-                self._failed[strategy.name, count] = reason
-                self._report_failure(Order(strategy.name, count, None, 0), reason)
+            if strategy.environment == environment:
+                self._failed |= {(strategy.name, count): reason for count in self.config.micro_batches}
+
+    def _possible(self, pending: deque[Order]) -> deque[Order]:
+        """Orders without those of strategies that have failed; each of these is reported once for a rate."""
+        left: deque[Order] = deque()
+        reported: set[tuple[str, int]] = set()
+        for order in pending:
+            key = (order.strategy, order.micro_batches)
+            if key not in self._failed:
+                left.append(order)
+            elif key not in reported:
+                reported.add(key)
+                self._keep(Run(**self._about(order), error=self._failed[key]))
+        self._total -= len(pending) - len(left) - len(reported)
+        return left
 
     def began(self, order: Order) -> None:
         """For launches."""
@@ -187,9 +195,6 @@ class Harness:
         if values.get("sent_bytes_per_node") is not None:
             values["theory_bytes_per_node"] = self._theory.bytes_of(strategy, order.micro_batches)
         self._keep(Run(**self._about(order), **values))
-
-    def _report_failure(self, order: Order, reason: str) -> None:
-        self._keep(Run(**self._about(order), error=reason))
 
     def _keep(self, run: Run) -> None:
         results.append(self.results, run)

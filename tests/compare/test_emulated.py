@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from deepspeed_amsp.cli.app import app
+from deepspeed_amsp.compare import charts
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
 from deepspeed_amsp.compare.results import LIMIT, Results, read
 
@@ -52,7 +53,8 @@ def check(results: Results) -> None:
         assert run.losses == pytest.approx(losses["ddp"], abs=5e-3), run.strategy
 
 
-def test_bytes_losses_and_report(tmp_path: Path) -> None:
+def test_bytes_losses_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "available", lambda: False)  # they have their own tests
     cluster = {"nodes": 2, "ranks_per_node": 1, "nic_mbit": [1000], "emulate": "always"}
     results, output = compared(tmp_path, cluster=cluster, strategies=[LIMIT, "ddp", "zero1", OURS])
     check(results)

@@ -89,6 +89,18 @@ def test_an_environment_that_does_not_start(tmp_path: Path, monkeypatch: pytest.
     assert by_name["ddp"] is None and "no such release" in str(by_name["mics"])
 
 
+def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(note: Any) -> Path:
+        raise module.environments.EnvironmentFailed("pip ended with exit code 1")
+
+    monkeypatch.setenv("AMSP_FAKE", "{}")
+    monkeypatch.setattr(module.environments, "mics_python", fail)
+    found = read(Harness(config(strategies=["ddp", "mics"], cluster=SQUARE), tmp_path, Quiet(), FAKE).run())
+    assert [(run.strategy, run.error) for run in found.runs] == [
+        ("mics", "pip ended with exit code 1"), ("ddp", None), ("ddp", None),
+    ]  # fmt: skip
+
+
 def test_ranks_that_never_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)did not start.*no such release"):
         measured(tmp_path, monkeypatch, {"main": "absent"})
