@@ -39,7 +39,7 @@ from deepspeed_amsp.config_preflight import (
 )
 
 __all__ = [  # noqa: RUF022 (by topic)
-    "AmspBlock", "FactorsBlock", "OverlapBlock", "TopologyBlock", "FactorValue", "SHARDING_NAMES",
+    "AmspBlock", "FactorsBlock", "OverlapBlock", "TopologyBlock", "CheckpointBlock", "FactorValue", "SHARDING_NAMES",
     "ConfigError", "Problem", "read_block", "preflight", "check_stage",
     "load_config", "load_config_file", "is_missing_file",
 ]  # fmt: skip
@@ -179,6 +179,13 @@ class TopologyBlock(_Frozen):
     leaf_switches: Annotated[tuple[tuple[str, ...], ...] | str | None, PlainValidator(_switches)] = None
 
 
+class CheckpointBlock(_Frozen):
+    """amsp.checkpoint. save_rng: each rank's random states, too. async_save: training goes on while it is written."""
+
+    save_rng: Switch = False
+    async_save: Switch = False
+
+
 class AmspBlock(_Frozen):
     """The block. bucket_bytes null follows zero_optimization.reduce_bucket_size (in elements).
 
@@ -208,6 +215,7 @@ class AmspBlock(_Frozen):
     keep_after_forward: Annotated[str | int, PlainValidator(_kept)] = "none"
     sequence_length: Count = None
     memory_limit_gb: Annotated[float | None, PlainValidator(_gigabytes)] = None
+    checkpoint: CheckpointBlock = CheckpointBlock()
 
 
 def read_block(ds_config: Mapping[str, Any]) -> AmspBlock | None:
@@ -243,6 +251,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "amsp.sharding": FactorsBlock,
     "amsp.overlap": OverlapBlock,
     "amsp.topology": TopologyBlock,
+    "amsp.checkpoint": CheckpointBlock,
 }
 
 

@@ -297,7 +297,12 @@ class AMSPEngine(CheckpointingEngine):
 
     def destroy(self) -> None:
         """Take everything off the module, DeepSpeed's own forward hooks included, once it has its last values."""
-        super().destroy()
+        try:
+            super().destroy()
+        finally:
+            self._take_off()
+
+    def _take_off(self) -> None:
         for name in ("module_forward_pre_hook", "module_forward_post_hook"):
             if name in self.__dict__:
                 self.__dict__.pop(name).remove()

@@ -6,8 +6,8 @@ A checkpoint outlives the plan: it can be loaded by any plan, on any number of r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
+from deepspeed_amsp.checkpoint.background import Background
 from deepspeed_amsp.checkpoint.contents import aliases
-from deepspeed_amsp.checkpoint.load import Loaded, load
-from deepspeed_amsp.checkpoint.restore import Choice
-from deepspeed_amsp.checkpoint.save import About, save
+from deepspeed_amsp.checkpoint.load import Checkpoint, load
+from deepspeed_amsp.checkpoint.restore import Choice, as_it_is
+from deepspeed_amsp.checkpoint.rng import random_states, set_random_states
+from deepspeed_amsp.checkpoint.save import About, Save
 from deepspeed_amsp.checkpoint.together import together
+from deepspeed_amsp.config import AmspBlock
 from deepspeed_amsp.partition.params import ShardedUnit
 from deepspeed_amsp.runtime import Runtime
 
@@ -33,7 +36,9 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
     """The base of AMSPEngine, which fills in ``amsp`` before DeepSpeed's constructor runs."""
 
     amsp: Runtime
+    _block: AmspBlock
     _unpartitioned_view = False
+    _save_under_way: Background | None = None
 
     @property
     def _sharded(self) -> bool:
@@ -78,6 +83,7 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self._wait_for_parameters()
+        self._settle_save()
         mine = str(tag) if tag is not None else f"global_step{self.global_steps}"
         agreed = str(together(f"save_checkpoint to {save_dir}", lambda: mine)[0])
         self._checkpoint_tag_validation(mine)
@@ -86,12 +92,64 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         about = About(
             self.global_steps,
             self._state_to_save(client_state or {}) if dist.get_rank() == 0 else {},
+            random_states() if self._block.checkpoint.save_rng else None,
             {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
             save_latest,
         )
-        left_out = self._frozen_names() if exclude_frozen_parameters else set()
-        save(self.amsp, self.module, Path(save_dir), agreed, left_out, about)
+        left_out = tuple(sorted(self._frozen_names())) if exclude_frozen_parameters else ()
+        save = Save(self.amsp, self.module, Path(save_dir), agreed, left_out, about)
+        if self._block.checkpoint.async_save:
+            self._save_under_way = save.in_background()
+        else:
+            save.now()
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a save in the background is complete. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if it has failed.
+        """
+        self._settle_save()
+
+    def _settle_save(self) -> None:
+        under_way, self._save_under_way = self._save_under_way, None
+        if under_way is not None:
+            under_way.settle()
+
+    def _check_save(self) -> None:
+        """Between steps: forget a save in the background that is complete; raise if it has failed."""
+        under_way, self._save_under_way = self._save_under_way, None
+        if under_way is not None and not under_way.check():
+            self._save_under_way = under_way
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's.
+
+        Raises:
+            CheckpointError: on every rank, after the update, if a save in the background has failed.
+        """
+        boundary = self.is_gradient_accumulation_boundary()
+        result = super().step(*args, **kwargs)
+        if boundary:
+            self._check_save()
+        return result
+
+    def destroy(self) -> None:
+        """As DeepSpeed's, once a save in the background is complete. Collective while there is one.
+
+        Raises:
+            CheckpointError: on every rank, when all is torn down, if that save has failed.
+        """
+        try:
+            self._settle_save()
+        finally:
+            super().destroy()
+
+    def __del__(self) -> None:
+        # Who is collected is not asked together with the other ranks; the thread goes on to its end.
+        self._save_under_way = None
+        super().__del__()
 
     def load_checkpoint(
         self,
@@ -112,19 +170,26 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             CheckpointError: on every rank: no such checkpoint, a damaged one, another model. The engine is as it was.
         """
         self._wait_for_parameters()
+        self._settle_save()
         choice = Choice(
             strict=load_module_strict,
             optimizer_states=load_optimizer_states and not load_module_only,
             exact_masters=bool(self.zero_load_from_fp32_weights()),
             custom=custom_load_fn,
         )
-        loaded = load(self.amsp, self.module, Path(load_dir), None if tag is None else str(tag), choice)
+        module_only = load_module_only
+
+        def take(checkpoint: Checkpoint, undo: ExitStack) -> None:
+            if not module_only:
+                self._take_objects(checkpoint.state, load_optimizer_states, load_lr_scheduler_states, undo)
+
+        loaded = load(self.amsp, self.module, Path(load_dir), None if tag is None else str(tag), choice, take)
         if loaded is None:
             logger.warning(f"amsp: there is no 'latest' in {load_dir}, so nothing is loaded; name a tag to load one")
             return None, None
         self.zero_grad()
         if not load_module_only:
-            self._take_state(loaded, load_optimizer_states, load_lr_scheduler_states)
+            self._take_counters(loaded)
         return str(loaded.path), loaded.state["client_state"]
 
     def _state_to_save(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,17 +207,27 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             "skipped_steps": self.skipped_steps,
         }
 
-    def _take_state(self, loaded: Loaded, optimizer_states: bool, scheduler_states: bool) -> None:
-        state = loaded.state
+    def _take_objects(
+        self, state: Mapping[str, Any], optimizer_states: bool, scheduler_states: bool, undo: ExitStack
+    ) -> None:
+        """Tell the user's scheduler and DeepSpeed's objects their states; any of them may refuse."""
+        undo.callback(self.optimizer.states.as_it_is())
+        wanted = [(self._data_sampler(), state["data_sampler"])]
+        if scheduler_states:
+            wanted.append((self.lr_scheduler, state["lr_scheduler"]))
+        if self.random_ltd_enabled():
+            wanted.append((self.random_ltd_scheduler, state["random_ltd"]))
+        for taker, its_state in wanted:
+            if taker is not None and its_state is not None:
+                undo.callback(as_it_is(taker))
+                taker.load_state_dict(its_state)
         if optimizer_states and self.optimizer.dynamic_loss_scale:
-            vars(self.optimizer.loss_scaler).update(state["loss_scaler"])
-        if scheduler_states and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        sampler = self._data_sampler()
-        if sampler is not None and state["data_sampler"] is not None:
-            sampler.load_state_dict(state["data_sampler"])
-        if self.random_ltd_enabled() and state["random_ltd"] is not None:
-            self.random_ltd_scheduler.load_state_dict(state["random_ltd"])
+            scaler = self.optimizer.loss_scaler
+            undo.callback(vars(scaler).update, dict(vars(scaler)))
+            vars(scaler).update(state["loss_scaler"])
+
+    def _take_counters(self, loaded: Checkpoint) -> None:
+        state = loaded.state
         self.global_steps = state["global_steps"]
         self.global_samples = state["global_samples"]
         self.skipped_steps = state["skipped_steps"]
@@ -160,6 +235,17 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         self.loaded_checkpoint_dp_world_size = loaded.manifest.plan["world_size"]
         self.loaded_checkpoint_mp_world_size = 1
+        if self._block.checkpoint.save_rng:
+            self._take_random_states(state["random"])
+
+    def _take_random_states(self, by_rank: Sequence[dict[str, Any]] | None) -> None:
+        if by_rank is not None and len(by_rank) == dist.get_world_size():
+            set_random_states(by_rank[dist.get_rank()])
+        elif dist.get_rank() == 0:
+            why = "holds none" if by_rank is None else f"holds those of {len(by_rank)} ranks"
+            logger.warning(
+                f"amsp: random states stay as they are: the checkpoint {why}, here are {dist.get_world_size()}"
+            )
 
     def _data_sampler(self) -> Any:
         if self.training_dataloader is None or not self.curriculum_learning_enabled():

@@ -41,7 +41,14 @@ class _Entry(NamedTuple):
     bytes: int
 
 
-def export(archive: Archive, out: Path, form: str, dtype: str, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(
+    archive: Archive,
+    out: Path,
+    form: str,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+    exclude_frozen: bool = False,
+) -> Exported:
     """Write the weights of ``archive`` into the folder ``out``, in files of about ``shard_bytes`` with an index.
 
     Parameters get ``dtype`` (rounded from the fp32 masters); buffers and what is not float stay as they are. Tied
@@ -56,7 +63,9 @@ def export(archive: Archive, out: Path, form: str, dtype: str, shard_bytes: int 
     if damage:
         raise CheckpointError("; ".join(damage))
     manifest = archive.manifest
-    shards = _shards(_entries(manifest, DTYPES[dtype]), shard_bytes)
+    left_out = manifest.frozen() if exclude_frozen else set()
+    entries = [entry for entry in _entries(manifest, DTYPES[dtype]) if entry.name not in left_out]
+    shards = _shards(entries, shard_bytes)
     stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
     out.mkdir(parents=True, exist_ok=True)
     files, where = [], {}

@@ -2,26 +2,21 @@
 
 A piece of a parameter is a run of elements of the flattened parameter, whether it is the whole of it, a block of
 rows or what a shard has cut out (`plan.layout.Piece`). So everything is stored as one-dimensional tensors whose chunks
-begin at an offset, and any other cut can be read from them. The planners follow torch 2.13's
-`torch.distributed.checkpoint.planner` (unchanged in what is used here since 2.7).
+begin at an offset, and any other cut can be read from them.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorStorageMetadata,
     WriteItem,
 )
@@ -77,94 +72,60 @@ def share(tensors: Mapping[str, FlatTensor], index: int, size: int) -> dict[str,
     return {key: FlatTensor(tensors[key].numel, tensors[key].dtype, tuple(parts)) for key, parts in mine.items()}
 
 
-class FlatSavePlanner(SavePlanner):
-    """Writes every part of every `FlatTensor` that its rank was given."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self._tensors: dict[str, FlatTensor] = state_dict
-        self._values = {(key, part.start): part.values for key, tensor in state_dict.items() for part in tensor.parts}
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(key, (part.start,)),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=_chunk(part),
-                        properties=TensorProperties(dtype=tensor.dtype),
-                        size=torch.Size((tensor.numel,)),
-                    ),
-                )
-                for key, tensor in self._tensors.items()
-                for part in tensor.parts
-            ]
+def write_items(tensors: Mapping[str, FlatTensor]) -> list[WriteItem]:
+    """What a rank writes, for `index_of`."""
+    return [
+        WriteItem(
+            index=MetadataIndex(key, (part.start,)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=_chunk(part),
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=torch.Size((tensor.numel,)),
+            ),
         )
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator. Raises CheckpointError unless every element has exactly one writer."""
-        plans, metadata = create_default_global_save_plan(all_plans)
-        for key, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            cursor = 0
-            for offset, numel in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks):
-                if offset != cursor:
-                    raise CheckpointError(
-                        f"elements {min(offset, cursor)} to {max(offset, cursor)} of {key} would be written "
-                        f"{'twice' if offset < cursor else 'by no rank'}"
-                    )
-                cursor += numel
-            if cursor != entry.size[0]:
-                raise CheckpointError(f"elements {cursor} to {entry.size[0]} of {key} would be written by no rank")
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        assert write_item.index.offset is not None
-        return self._values[write_item.index.fqn, write_item.index.offset[0]]
+        for key, tensor in tensors.items()
+        for part in tensor.parts
+    ]
 
 
-class FlatLoadPlanner(LoadPlanner):
-    """Reads into every part of every `FlatTensor`, from whatever blocks hold its elements."""
+def index_of(ranks: Sequence[list[WriteItem]]) -> Metadata:
+    """The index of what all ranks write.
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        self._tensors: dict[str, FlatTensor] = state_dict
-        self._metadata = metadata
+    Raises:
+        CheckpointError: an element has no writer, or several.
+    """
+    _, metadata = create_default_global_save_plan([SavePlan(items) for items in ranks])
+    for key, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        cursor = 0
+        for offset, numel in sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks):
+            if offset != cursor:
+                raise CheckpointError(
+                    f"elements {min(offset, cursor)} to {max(offset, cursor)} of {key} would be written "
+                    f"{'twice' if offset < cursor else 'by no rank'}"
+                )
+            cursor += numel
+        if cursor != entry.size[0]:
+            raise CheckpointError(f"elements {cursor} to {entry.size[0]} of {key} would be written by no rank")
+    return metadata
 
-    def create_local_plan(self) -> LoadPlan:
-        """Raises CheckpointError for a tensor that is not stored, or has another size."""
-        items: list[ReadItem] = []
-        for key, tensor in self._tensors.items():
-            entry = self._metadata.state_dict_metadata.get(key)
-            if not isinstance(entry, TensorStorageMetadata) or entry.size[0] != tensor.numel:
-                raise CheckpointError(f"the checkpoint holds no {key} of {tensor.numel} elements")
-            items += create_read_items_for_chunk_list(key, entry, [_chunk(part) for part in tensor.parts])
-        return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
+def read_items(tensors: Mapping[str, FlatTensor], metadata: Metadata) -> Iterator[tuple[ReadItem, torch.Tensor]]:
+    """Which elements of which block are to be copied into which memory [elements].
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("only tensors are stored this way")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        # By number and not by offset: two parameters that were tied when they were stored want the same elements.
-        assert read_item.dest_index.index is not None
-        part = self._tensors[read_item.dest_index.fqn].parts[read_item.dest_index.index]
-        return part.values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """`resolve_tensor` gave the memory itself."""
+    Raises:
+        CheckpointError: a tensor is not stored, or has another size.
+    """
+    for key, tensor in tensors.items():
+        entry = metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata) or entry.size[0] != tensor.numel:
+            raise CheckpointError(f"the checkpoint holds no {key} of {tensor.numel} elements")
+        for item in create_read_items_for_chunk_list(key, entry, [_chunk(part) for part in tensor.parts]):
+            # By number and not by offset: parameters that were tied when they were stored want the same elements.
+            assert item.dest_index.index is not None
+            part = tensor.parts[item.dest_index.index]
+            yield item, part.values.narrow(0, item.dest_offsets[0], item.lengths[0])
 
 
 def _chunk(part: Part) -> ChunkStorageMetadata:

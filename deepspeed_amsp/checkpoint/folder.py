@@ -10,10 +10,25 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from deepspeed_amsp.checkpoint.together import CheckpointError
+
+
+class Block(NamedTuple):
+    """Consecutive bytes of a file, and their CRC-32."""
+
+    bytes: int
+    crc32: int
+
+
+class FileInfo(NamedTuple):
+    """A file of a checkpoint: its size, and the blocks that it is made of, from its first byte to its last."""
+
+    bytes: int
+    blocks: tuple[Block, ...]
+
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST = "latest"
@@ -95,6 +110,13 @@ def find(load_dir: Path, tag: str) -> Path:
     raise FileNotFoundError(f"no such checkpoint: {(load_dir / tag).absolute()}")
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file so that who sees it sees all of it."""
+    beside = path.with_name(path.name + INCOMPLETE)
+    beside.write_bytes(content)
+    beside.rename(path)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that it has its old contents or the new ones, whatever happens."""
     beside = path.with_name(path.name + INCOMPLETE)
@@ -106,31 +128,44 @@ def write_durably(path: Path, content: bytes) -> None:
     _sync(path.parent)
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file."""
+def summed(path: Path) -> FileInfo:
+    """A file that is one block."""
     size, crc = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
-    return size, crc
+    return FileInfo(size, (Block(size, crc),))
 
 
-def check_files(folder: Path, expected: Iterable[tuple[str, int, int]]) -> None:
-    """Compare files with their (name, bytes, CRC-32).
+def check_block(path: Path, content: bytes | memoryview, block: Block) -> None:
+    """Raises CheckpointError: ``content``, which was read from ``path``, is not the ``block`` that was written."""
+    if len(content) != block.bytes:
+        raise CheckpointError(f"{path} was cut short: {len(content)} bytes instead of {block.bytes}")
+    crc = zlib.crc32(content)
+    if crc != block.crc32:
+        raise CheckpointError(f"{path} is damaged: a checksum is {crc:08x} instead of {block.crc32:08x}")
+
+
+def check_size(path: Path, info: FileInfo) -> None:
+    """Raises CheckpointError: the file is missing or has another size, which is seen without reading it."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    found = path.stat().st_size
+    if found != info.bytes:
+        raise CheckpointError(f"{path} has {found} bytes instead of {info.bytes}: it was cut short or overwritten")
+
+
+def check_file(path: Path, info: FileInfo) -> None:
+    """Read a file from end to end.
 
     Raises:
-        CheckpointError: one is missing, was cut short, or has other contents.
+        CheckpointError: it is missing, was cut short, or has other contents.
     """
-    for name, size, crc in expected:
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        found, value = checksum(path)
-        if found != size:
-            raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut short or overwritten")
-        if value != crc:
-            raise CheckpointError(f"{path} is damaged: its checksum is {value:08x} instead of {crc:08x}")
+    check_size(path, info)
+    with path.open("rb") as file:
+        for block in info.blocks:
+            check_block(path, file.read(block.bytes), block)
 
 
 def _check_tag(tag: str) -> None:

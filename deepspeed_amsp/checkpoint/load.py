@@ -1,37 +1,76 @@
-"""Reading a checkpoint: checked as a whole by all ranks together, read side by side, applied when all have theirs."""
+"""Reading a checkpoint: every rank reads what it needs, and when all have theirs, all of it is applied, or nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from deepspeed_amsp.checkpoint import folder as folders
-from deepspeed_amsp.checkpoint.flat import FlatLoadPlanner
-from deepspeed_amsp.checkpoint.manifest import STATE, Manifest, read_manifest
+from deepspeed_amsp.checkpoint.deepspeed_zero import ZeroCheckpoint
+from deepspeed_amsp.checkpoint.flat import FlatTensor
+from deepspeed_amsp.checkpoint.manifest import MANIFEST, STATE, Manifest, read_manifest
 from deepspeed_amsp.checkpoint.restore import Choice, Restore
-from deepspeed_amsp.checkpoint.together import alone, stored, together
+from deepspeed_amsp.checkpoint.storage import INDEX, read_blocks
+from deepspeed_amsp.checkpoint.together import alone, together
 from deepspeed_amsp.runtime import Runtime
 
 
-class Loaded(NamedTuple):
-    """Where the state was read from, what the checkpoint says about itself, and the state."""
+class Checkpoint(Protocol):
+    """A checkpoint that can be loaded, whoever wrote it."""
 
     path: Path
+    """What load_checkpoint returns."""
     manifest: Manifest
     state: dict[str, Any]
 
+    def read(self, wanted: Mapping[str, FlatTensor]) -> None:
+        """Fill ``wanted``. Raises CheckpointError: it cannot be read, or is damaged."""
+        ...
 
-def load(amsp: Runtime, module: nn.Module, load_dir: Path, tag: str | None, choice: Choice) -> Loaded | None:
+
+class OwnCheckpoint:
+    """One that an amsp engine has written.
+
+    Raises:
+        CheckpointError: it is damaged, as far as that is seen before the tensors are read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path = folder / STATE
+        self.manifest = read_manifest(folder)
+        # All ranks together look at every file once; what is in the others is compared block by block as it is read.
+        for name in sorted(self.manifest.files)[dist.get_rank() :: dist.get_world_size()]:
+            folders.check_size(folder / name, self.manifest.files[name])
+        for name in (STATE, INDEX):
+            folders.check_file(folder / name, self.manifest.files[name])
+        # Like DeepSpeed's: the client's state may hold any object, so load only what you trust.
+        self.state = torch.load(self.path, map_location="cpu", weights_only=False)
+
+    def read(self, wanted: Mapping[str, FlatTensor]) -> None:
+        """Fill ``wanted``. Raises CheckpointError: a file is damaged."""
+        read_blocks(self._folder, self.manifest.files, wanted)
+
+
+def load(
+    amsp: Runtime,
+    module: nn.Module,
+    load_dir: Path,
+    tag: str | None,
+    choice: Choice,
+    take: Callable[[Checkpoint, ExitStack], None],
+) -> Checkpoint | None:
     """Load a checkpoint of any plan and world size into an engine; None if there is none to load. Collective.
 
     Args:
         tag: None for the one that ``latest`` names.
+        take: what else is taken from the checkpoint, with ways to undo it.
 
     Raises:
         CheckpointError: on every rank; the engine is as it was.
@@ -42,30 +81,26 @@ def load(amsp: Runtime, module: nn.Module, load_dir: Path, tag: str | None, choi
         if tag is None:
             return None
     what = f"load_checkpoint from {load_dir / tag}"
-    plans: list[tuple[Path, Manifest, dict[str, Any], Restore]] = []
+    read: list[tuple[Checkpoint, Restore]] = []
 
-    def check() -> None:
+    def read_all() -> None:
         found = folders.find(load_dir, tag)
-        manifest = read_manifest(found)
-        folders.check_files(found, _my_files(manifest))
+        theirs = not (found / MANIFEST).is_file() and ZeroCheckpoint.is_one(found)
+        checkpoint: Checkpoint = ZeroCheckpoint(found) if theirs else OwnCheckpoint(found)
+        restore = Restore(amsp, module, checkpoint.manifest, checkpoint.state, choice)
+        checkpoint.read(restore.wanted)
+        read.append((checkpoint, restore))
 
-    def plan() -> None:
-        found = folders.find(load_dir, tag)
-        manifest = read_manifest(found)
-        # Like DeepSpeed's: the client's state may hold any object, so load only what you trust.
-        state = torch.load(found / STATE, map_location="cpu", weights_only=False)
-        plans.append((found, manifest, state, Restore(amsp, module, manifest, state, choice)))
+    together(what, read_all)
+    checkpoint, restore = read[0]
 
-    together(what, check)
-    together(what, plan)
-    found, manifest, state, restore = plans[0]
-    reader = FileSystemReader(found)
-    stored(what, lambda: dcp.load(dict(restore.wanted), storage_reader=reader, planner=FlatLoadPlanner()))
+    def what_may_fail() -> None:
+        restore.apply_what_may_fail(undo)
+        take(checkpoint, undo)
+
+    with ExitStack() as undo:
+        restore.begin(undo)
+        together(what, what_may_fail)
+        undo.pop_all()
     restore.apply()
-    return Loaded(found / STATE, manifest, state)
-
-
-def _my_files(manifest: Manifest) -> list[tuple[str, int, int]]:
-    """The files that this rank checks: all ranks together check each once, the largest ones on different ranks."""
-    files = sorted(manifest.files.items(), key=lambda entry: (-entry[1].bytes, entry[0]))
-    return [(name, *info) for name, info in files[dist.get_rank() :: dist.get_world_size()]]
+    return checkpoint

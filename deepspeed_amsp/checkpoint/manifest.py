@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, in a file that people can read: plan, step, tensors, files and checksums."""
+"""What a checkpoint says about itself, in JSON: plan, step, tensors, files and checksums."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_amsp.checkpoint.folder import Block, FileInfo
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 MANIFEST = "amsp_checkpoint.json"
 STATE = "amsp_state.pt"
 """Everything that is no tensor of the model or the optimizer: schedulers, counters, the client's state."""
-FORMAT = 2
+FORMAT = 3
 MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"
 
 
@@ -38,13 +39,6 @@ class TensorInfo(NamedTuple):
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
-
-
-class FileInfo(NamedTuple):
-    """A file of the checkpoint."""
-
-    bytes: int
-    crc32: int
 
 
 def master_key(name: str) -> str:
@@ -71,7 +65,7 @@ class Manifest:
     aliases: further names of tied parameters -> the name that their tensor is stored by.
     left_out: frozen parameters that were not saved, by exclude_frozen_parameters.
     buffers: which of the stored names are buffers.
-    files: name -> size and checksum of every file beside this one.
+    files: name -> size and checksums of every file beside this one.
     """
 
     tag: str
@@ -88,6 +82,11 @@ class Manifest:
         """Parameters and buffers whose values are stored."""
         kinds = (key.partition("/") for key in self.tensors)
         return {name for kind, _, name in kinds if kind in (MASTER, MODULE)}
+
+    def frozen(self) -> set[str]:
+        """Stored parameters that were not trained."""
+        kinds = (key.partition("/") for key in self.tensors)
+        return {name for kind, _, name in kinds if kind == MODULE} - set(self.buffers)
 
     def source(self, name: str) -> str | None:
         """The key that holds the value of a parameter or buffer, under whichever of its names it was stored."""
@@ -121,7 +120,7 @@ class Manifest:
         """As JSON with a checksum of its own."""
         content = json.dumps(asdict(self), sort_keys=True)
         whole = {"format": FORMAT, "crc32": zlib.crc32(content.encode()), **json.loads(content)}
-        return json.dumps(whole, indent=1).encode()
+        return json.dumps(whole).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -146,6 +145,9 @@ def read_manifest(folder: Path) -> Manifest:
     if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != crc:
         raise CheckpointError(f"{path} is damaged: its contents do not have its checksum")
     tensors = {key: TensorInfo(tuple(shape), dtype) for key, (shape, dtype) in content.pop("tensors").items()}
-    files = {name: FileInfo(*info) for name, info in content.pop("files").items()}
+    files = {
+        name: FileInfo(size, tuple(Block(*block) for block in blocks))
+        for name, (size, blocks) in content.pop("files").items()
+    }
     left_out, buffers = tuple(content.pop("left_out")), tuple(content.pop("buffers"))
     return Manifest(tensors=tensors, files=files, left_out=left_out, buffers=buffers, **content)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
 from deepspeed_amsp.checkpoint import folder as folders
-from deepspeed_amsp.checkpoint.flat import FlatLoadPlanner, FlatTensor, Part
+from deepspeed_amsp.checkpoint.flat import FlatTensor, Part
 from deepspeed_amsp.checkpoint.manifest import MANIFEST, MASTER, MODULE, OPTIMIZER, Manifest, read_manifest
+from deepspeed_amsp.checkpoint.storage import read_blocks
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 
@@ -26,7 +24,11 @@ class Archive:
     manifest: Manifest
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these keys, whole, on the CPU, in the dtype in which they were stored."""
+        """The tensors of these keys, whole, on the CPU, in the dtype in which they were stored.
+
+        Raises:
+            CheckpointError: what was read is damaged.
+        """
         wanted: dict[str, FlatTensor] = {}
         whole: dict[str, torch.Tensor] = {}
         for key in keys:
@@ -35,10 +37,7 @@ class Archive:
             whole[key] = values.view(info.shape)
             if info.numel:
                 wanted[key] = FlatTensor(info.numel, values.dtype, (Part(0, values),))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group, which is as it should be
-            reader = FileSystemReader(self.folder)
-            dcp.load(dict(wanted), storage_reader=reader, planner=FlatLoadPlanner(), no_dist=True)
+        read_blocks(self.folder, self.manifest.files, wanted)
         return whole
 
     def damage(self) -> list[str]:
@@ -46,7 +45,7 @@ class Archive:
         found = []
         for name, info in self.manifest.files.items():
             try:
-                folders.check_files(self.folder, [(name, *info)])
+                folders.check_file(self.folder / name, info)
             except CheckpointError as error:
                 found.append(str(error))
         return found

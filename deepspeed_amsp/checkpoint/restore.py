@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from contextlib import ExitStack, suppress
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,8 @@ class Restore:
         else:
             self._plan_module()
         if choice.optimizer_states:
+            if saved.get("no_states"):
+                raise CheckpointError(saved["no_states"])
             self._plan_states()
             self._groups = matched_groups(self._optimizer.states.group_names, manifest, saved)
 
@@ -78,11 +81,31 @@ class Restore:
             for key, parts in self._wanted.items()
         }
 
+    def begin(self, undo: ExitStack) -> None:
+        """Everything was read. ``undo`` gets the way back, which is collective, too."""
+        self._optimizer.values_change()
+        undo.callback(self._optimizer.publish_all)
+
+    def apply_what_may_fail(self, undo: ExitStack) -> None:
+        """Change what other code than ours changes, which may refuse: the user's, the module's, the optimizer's.
+
+        The working copies of trained parameters need no way back of their own: they follow from the masters.
+        """
+        states = self._optimizer.states
+        if self._choice.optimizer_states:
+            undo.callback(states.as_it_is())
+            states.load(self._states, self._groups)
+        if self._choice.custom is not None or self._rest:
+            undo.callback(self._untrained_as_it_is())
+        if self._choice.custom is not None:
+            self._choice.custom(src=self._rest, dst=self._module)
+        elif self._rest:
+            self._module.load_state_dict(self._rest, strict=False)
+
     @torch.no_grad()
     def apply(self) -> None:
-        """Everything was read: change the engine. Collective, since updated parameters are published."""
+        """The rest, when nothing can fail any more. Collective, since updated parameters are published."""
         optimizer = self._optimizer
-        optimizer.values_change()
         dtypes = {unit.index: unit.dtype for unit in optimizer.units}
         for master, value in self._masters:
             exact = value if self._choice.exact_masters else value.to(dtypes[master.slot.piece.unit])
@@ -90,13 +113,25 @@ class Restore:
         for target, value in self._copies:
             target().copy_(value)
         if self._choice.custom is not None:
-            self._choice.custom(src=self._rest, dst=self._module)
             optimizer.refresh_fp32_params()
-        elif self._rest:
-            self._module.load_state_dict(self._rest, strict=False)
-        if self._choice.optimizer_states:
-            optimizer.states.load(self._states, self._groups)
         optimizer.publish_all()
+
+    def _untrained_as_it_is(self) -> Callable[[], None]:
+        """A function that puts back what no master says: frozen and non-float parameters, and buffers."""
+        pieces = [
+            unit.piece_view(piece)
+            for unit in self._optimizer.units
+            for piece in pieces_without_master(unit, self._optimizer, self._amsp.mesh)
+        ]
+        rest = [value for value in module_rest(self._optimizer, self._module).values() if torch.is_tensor(value)]
+        before = [(value, value.detach().clone()) for value in (*pieces, *rest)]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for value, old in before:
+                    value.detach().copy_(old)
+
+        return put_back
 
     # ---- planning -----------------------------------------------------------------------------------------
 
@@ -219,6 +254,23 @@ def matched_groups(
         at = next(iter(homes), index if empty_place else None)
         found.append({} if at is None else saved["groups"][at])
     return found
+
+
+def as_it_is(thing: Any) -> Callable[[], None]:
+    """A function that puts back what ``load_state_dict`` of a scheduler or the like changes, even if it only began."""
+    state = deepcopy(thing.state_dict())
+    before = {
+        name: copy(value) if isinstance(value, list | dict | set) else value for name, value in vars(thing).items()
+    }
+
+    def put_back() -> None:
+        # Its own way first, for what it holds in objects of its own; one that refuses states refuses this one, too.
+        with suppress(Exception):
+            thing.load_state_dict(state)
+        vars(thing).clear()
+        vars(thing).update(before)
+
+    return put_back
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.distributed.checkpoint import CheckpointException
-
 from deepspeed_amsp.comm import from_every_rank
 
 T = TypeVar("T")
@@ -42,21 +40,6 @@ def alone(what: str, rank: int, work: Callable[[], T]) -> T:
     """``work`` on rank 0 only; every rank gets its result. Raises as `together` does."""
     # The others' None is not what is returned.
     return together(what, lambda: work() if rank == 0 else None)[0]  # type: ignore[return-value]
-
-
-def stored(what: str, work: Callable[[], T]) -> T:
-    """``work``, a call of torch.distributed.checkpoint, which tells all ranks of a failure by itself.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    try:
-        return work()
-    except CheckpointException as error:
-        failed = {rank: f"{type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()}
-        raise CheckpointError(f"{what} failed: {_reasons(failed)}") from None
-    except RuntimeError as error:
-        raise CheckpointError(f"{what} did not complete: {_not_all(error)}") from error
 
 
 def _exchanged(what: str, value: T) -> list[T]:

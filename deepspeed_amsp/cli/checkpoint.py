@@ -57,11 +57,11 @@ def show(path: Annotated[Path, _PATH]) -> None:
     if manifest.left_out:
         lines.append(f"{len(manifest.left_out)} frozen parameters were left out on purpose")
     rows = tuple((what, dtype, f"{count}", f"{size:,}") for what, dtype, count, size in archive.kinds())
-    files = tuple((name, f"{info.bytes:,}", f"{info.crc32:08x}") for name, info in sorted(manifest.files.items()))
+    files = tuple((name, f"{info.bytes:,}", f"{len(info.blocks)}") for name, info in sorted(manifest.files.items()))
     damage = archive.damage()
     tables = [
         Table("Tensors", ("what", "dtype", "tensors", "bytes"), rows, right=frozenset({2, 3})),
-        Table("Files", ("file", "bytes", "CRC-32"), files, right=frozenset({1})),
+        Table("Files", ("file", "bytes", "blocks"), files, right=frozenset({1, 2})),
     ]
     show_tables(lines, tables)
     typer.echo("\n" + ("\n".join(damage) if damage else "all files have their checksums"))

@@ -188,6 +188,19 @@ class OwnedStates:
         # It makes new dictionaries; who holds the old ones (schedulers, users) must still be heard.
         optimizer.param_groups = kept
 
+    def as_it_is(self) -> Callable[[], None]:
+        """A function that undoes a `load`, and edits of the groups, from here on."""
+        optimizer = self.optimizer
+        groups, said, state = optimizer.param_groups, [dict(group) for group in optimizer.param_groups], optimizer.state
+
+        def put_back() -> None:
+            for group, old in zip(groups, said, strict=True):
+                group.clear()
+                group.update(old)
+            optimizer.param_groups, optimizer.state = groups, state
+
+        return put_back
+
     def _point_at(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         if len(groups) != len(self.optimizer.param_groups):
             raise LayoutError(
