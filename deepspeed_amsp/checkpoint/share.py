@@ -138,8 +138,8 @@ class Share:
         for rank in range(self.world):
             self._told_by(rank).unlink()
         folders.commit(self.save_dir, self.tag)
+        folders.write_whole(self.save_dir / "zero_to_fp32.py", self.head.script.encode())
         if self.head.latest:
-            folders.write_durably(self.save_dir / "zero_to_fp32.py", self.head.script.encode())
             folders.set_latest(self.save_dir, self.tag)
 
     def _told_by(self, rank: int) -> Path:

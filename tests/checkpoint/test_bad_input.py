@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.manifest import read_manifest
+from deepspeed_amsp.checkpoint.together import CheckpointError
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Held, Net, Spec, held_by, make_engine, train_step
 from tests.support.pool import RankError, pool
@@ -132,9 +134,6 @@ def test_damage(good: Path, tmp_path: Path) -> None:
 
 def test_every_byte_is_protected(good: Path, tmp_path: Path) -> None:
     """Wherever one bit of any file is flipped, the files no longer pass."""
-    from deepspeed_amsp.checkpoint.manifest import read_manifest
-    from deepspeed_amsp.checkpoint.together import CheckpointError
-
     folder = copied(good, tmp_path) / "here"
     generator = torch.Generator().manual_seed(3)
     for path in sorted(folder.iterdir()):
@@ -143,9 +142,14 @@ def test_every_byte_is_protected(good: Path, tmp_path: Path) -> None:
             at = int(torch.randint(len(content), (1,), generator=generator))
             path.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
             with pytest.raises(CheckpointError):
-                folders.check_files(folder, [(n, *info) for n, info in read_manifest(folder).files.items()])
+                _check(folder)
         path.write_bytes(content)
-    folders.check_files(folder, [(n, *info) for n, info in read_manifest(folder).files.items()])
+    _check(folder)
+
+
+def _check(folder: Path) -> None:
+    for name, info in read_manifest(folder).files.items():
+        folders.check_file(folder / name, info)
 
 
 class Wider(Net):
@@ -344,12 +348,13 @@ def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
     everywhere("is not consistent across all ranks", texts=pool(2).run(_tagged, WRITER, str(tmp_path), "Fail"))
     assert not list(tmp_path.iterdir())
     assert pool(2).run(_tagged, WRITER, str(tmp_path), "Ignore") == ["", ""]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "rank0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "rank0", "zero_to_fp32.py"]
 
 
 def test_names_and_latest(tmp_path: Path) -> None:
-    assert pool(2).run(save, WRITER, str(tmp_path), None)[0] == ["global_step1", "latest"]
+    assert pool(2).run(save, WRITER, str(tmp_path), None)[0] == ["global_step1", "latest", "zero_to_fp32.py"]
     assert (tmp_path / "latest").read_text() == "global_step1"
-    assert pool(2).run(save, WRITER, str(tmp_path), 17)[0] == ["17", "global_step1", "latest"]
-    assert pool(2).run(save, WRITER, str(tmp_path), "z", save_latest=False)[0] == ["17", "global_step1", "latest", "z"]
+    assert pool(2).run(save, WRITER, str(tmp_path), 17)[0] == ["17", "global_step1", "latest", "zero_to_fp32.py"]
+    names = pool(2).run(save, WRITER, str(tmp_path), "z", save_latest=False)[0]
+    assert names == ["17", "global_step1", "latest", "z", "zero_to_fp32.py"]
     assert (tmp_path / "latest").read_text() == "17"

@@ -61,8 +61,9 @@ def test_resuming_equals_going_on(sharding: Sharding, bf16: bool, tmp_path: Path
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
-    plain = Case(amsp=None, stage=1)
-    pool(2).run(_save, plain, str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.pt").touch()
+    (tmp_path / "latest").write_text("theirs")
     ours = Case(amsp={"sharding": "zero1", "topology": {"gpus_per_node": 2}}, stage=1)
     with pytest.raises(RankError, match="no checkpoint that this version of an amsp engine wrote"):
         pool(2).run(_load, ours, str(tmp_path))
