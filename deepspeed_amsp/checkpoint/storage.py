@@ -11,9 +11,12 @@ import itertools
 import mmap
 import os
 import pickle
+import struct
 import threading
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -30,6 +33,10 @@ from deepspeed_amsp.checkpoint.folder import Block, FileInfo, check_block
 
 INDEX = ".metadata"
 """torch.distributed.checkpoint's own index."""
+ALIGNMENT = 64
+"""Bytes; torch.save aligns the elements to them within a block."""
+FLUSH_BYTES = 1 << 22
+"""After so many, the device begins to write."""
 
 
 class _Summed(io.RawIOBase):
@@ -48,11 +55,13 @@ class _Summed(io.RawIOBase):
         self._bytes += memoryview(data).nbytes
         return self._file.write(data)
 
-    def end_block(self) -> Block:
-        block = Block(self._bytes, self._crc)
-        self.blocks.append(block)
+    def end_block(self) -> int:
+        """Fill up to a whole number of `ALIGNMENT`; returns the bytes of the block without that."""
+        size = self._bytes
+        self.write(b"\0" * (-size % ALIGNMENT))
+        self.blocks.append(Block(self._bytes, self._crc))
         self._bytes = self._crc = 0
-        return block
+        return size
 
 
 def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[WriteResult], FileInfo]:
@@ -62,15 +71,21 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
         Where each block is, for `write_index`, and the file's checksums.
     """
     results = []
-    with path.open("wb", buffering=0) as file, _summed_once():
-        stream, offset = _Summed(file), 0
+    with path.open("wb", buffering=0) as file, _summed_once(), ThreadPoolExecutor(1) as beside:
+        stream, offset, flushed = _Summed(file), 0, 0
+        flushes: list[Future[None]] = []
         for key, tensor in tensors.items():
             for part in tensor.parts:
                 torch.save(_alone(part.values), cast(IO[bytes], stream))
-                size = stream.end_block().bytes
-                place = _StorageInfo(path.name, offset, size)
-                results.append(WriteResult(MetadataIndex(key, (part.start,)), size, place))
-                offset += size
+                place = _StorageInfo(path.name, offset, stream.end_block())
+                results.append(WriteResult(MetadataIndex(key, (part.start,)), place.length, place))
+                offset += stream.blocks[-1].bytes
+                if offset - flushed >= FLUSH_BYTES and all(flush.done() for flush in flushes):
+                    # The device writes what is there while we make more of it; the last flush has less to do.
+                    flushes.append(beside.submit(os.fdatasync, file.fileno()))
+                    flushed = offset
+        for flush in flushes:
+            flush.result()
         os.fsync(file.fileno())
     return results, FileInfo(offset, tuple(stream.blocks))
 
@@ -119,12 +134,20 @@ def read_blocks(folder: Path, files: Mapping[str, FileInfo], wanted: Mapping[str
         at = dict(zip(itertools.accumulate((block.bytes for block in blocks), initial=0), blocks, strict=False))
         with path.open("rb", buffering=0) as file, _mapped(file) as content:
             for offset, items in sorted(by_offset.items()):
-                block = at[offset]
-                with content[offset : offset + block.bytes] as octets:
-                    check_block(path, octets, block)
-                    values = torch.load(cast(IO[bytes], _Octets(octets)), map_location="cpu", weights_only=True)
-                for item, target in items:
-                    target.copy_(values.narrow(0, item.storage_offsets[0], item.lengths[0]))
+                with content[offset : offset + at[offset].bytes] as octets:
+                    check_block(path, octets, at[offset])
+                    _copy_out(octets, items, items[0][1].dtype)
+
+
+def _copy_out(octets: memoryview, items: Iterable[tuple[ReadItem, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Copy the elements of a block from where it is in memory; torch.load would make a copy of all of it first."""
+    with zipfile.ZipFile(_Octets(octets)) as archive:
+        (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    name, extra = struct.unpack_from("<HH", octets, record.header_offset + 26)
+    start = record.header_offset + 30 + name + extra
+    values = torch.frombuffer(octets, dtype=dtype, count=record.file_size // dtype.itemsize, offset=start)
+    for item, target in items:
+        target.copy_(values.narrow(0, item.storage_offsets[0], item.lengths[0]))
 
 
 def _read_index(folder: Path, info: FileInfo) -> Metadata:
@@ -137,7 +160,7 @@ def _read_index(folder: Path, info: FileInfo) -> Metadata:
 
 @contextmanager
 def _mapped(file: io.FileIO) -> Iterator[memoryview]:
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped, memoryview(mapped) as content:
         yield content
 
 

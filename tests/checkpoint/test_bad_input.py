@@ -211,6 +211,58 @@ def test_what_fits_is_loaded_when_not_strict(good: Path) -> None:
         assert kept == ["second.bias"] and steps == 2
 
 
+def _refusing_scheduler(spec: Spec, folder: str) -> str:
+    """One that has begun to change itself and the rates when it refuses, and on one rank only."""
+    plain = torch.optim.lr_scheduler.StepLR.load_state_dict
+
+    def refuse(self: Any, state: Any) -> None:
+        plain(self, state)
+        self.last_epoch = 1000
+        self.optimizer.param_groups[0]["lr"] = 123.0
+        if dist.get_rank() == 1:
+            raise ValueError("this schedule is another")
+
+    engine = make_engine(spec, seed=99)
+    train_step(engine, 50)
+    before, schedule = held_by(engine), dict(vars(engine.lr_scheduler))
+    with (
+        mock.patch.object(torch.optim.lr_scheduler.StepLR, "load_state_dict", refuse),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        engine.load_checkpoint(folder, "here")
+    after = held_by(engine)
+    assert before.groups == after.groups and flat(before).keys() == flat(after).keys()
+    assert all(torch.equal(value, flat(after)[name]) for name, value in flat(before).items())
+    assert vars(engine.lr_scheduler) == schedule and engine.global_steps == 1
+    train_step(engine, 51)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("spec", [WRITER, READER], ids=str)
+def test_a_scheduler_that_refuses_its_state(spec: Spec, good: Path) -> None:
+    everywhere(
+        "rank 1", "ValueError: this schedule is another", texts=pool(2).run(_refusing_scheduler, spec, str(good))
+    )
+
+
+def _failing_custom(spec: Spec, folder: str) -> str:
+    def half(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+        with torch.no_grad():
+            for name, param in dst.named_parameters():
+                param.copy_(src[name])
+            dst.get_buffer("calls").fill_(1000)
+        if dist.get_rank() == 1:
+            raise KeyError("no such layer")
+
+    return refused_load(spec, folder, custom_load_fn=half)
+
+
+@pytest.mark.parametrize("spec", [WRITER, WRITER.but(bf16=True)], ids=str)
+def test_a_custom_load_fn_that_fails_half_way(spec: Spec, good: Path) -> None:
+    everywhere("rank 1", "KeyError: 'no such layer'", texts=pool(2).run(_failing_custom, spec, str(good)))
+
+
 def test_groups_that_were_mixed_are_refused(good: Path) -> None:
     texts = pool(2).run(_regrouped, READER, str(good))
     everywhere("param_groups[0]", "different groups", "load_optimizer_states=False", texts=texts)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from deepspeed_amsp.checkpoint import zero_to_fp32
 from deepspeed_amsp.cli.app import app
 from tests.checkpoint.runs import Spec, held_by, make_engine, make_model, train_step
 from tests.support.pool import pool
@@ -101,6 +105,42 @@ def test_torch_in_several_files(saved: tuple, tmp_path: Path) -> None:
     for key, value in _expected(saved, torch.float32).items():
         assert torch.equal(model.state_dict()[key], value), key
     assert index["metadata"]["total_size"] == sum(v.nbytes for k, v in state.items() if k != "head.weight")
+
+
+def test_zero_to_fp32_script(saved: tuple, tmp_path: Path) -> None:
+    """The file beside the checkpoints, run as DeepSpeed's is, by an interpreter that has nothing loaded."""
+    options = [".", str(tmp_path / "out"), "--tag", "whole", "--safe_serialization", "--max_shard_size", "3KB"]
+    subprocess.run(
+        [sys.executable, "zero_to_fp32.py", *options],
+        cwd=saved[0],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True,
+        timeout=60,
+    )
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found.update(read_safetensors(path))
+    want = _expected(saved, torch.float32)
+    assert found.keys() == want.keys() and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert all(torch.equal(found[key], value) for key, value in want.items())
+
+
+def test_zero_to_fp32_options(saved: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, want = str(saved[0]), _expected(saved, torch.float32)
+    zero_to_fp32.main([folder, str(tmp_path / "a"), "--exclude_frozen_parameters"])
+    state = torch.load(tmp_path / "a" / "pytorch_model.bin", weights_only=True)
+    frozen = {"fixed.weight", "fixed.bias", "codes"}
+    assert state.keys() == (want.keys() | {"head.weight"}) - frozen
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert all(torch.equal(state[key], value) for key, value in want.items())
+    assert torch.equal(state["head.weight"], want["embed.weight"])
+    for options, words in (
+        (["--tag", "gone"], "no such checkpoint"),
+        (["--max_shard_size", "big"], "--max_shard_size must be a number with a unit"),
+    ):
+        with pytest.raises(SystemExit):
+            zero_to_fp32.main([folder, str(tmp_path / "b"), *options])
+        assert words in capsys.readouterr().err
 
 
 def test_left_out_parameters_are_named(saved: tuple, tmp_path: Path) -> None:
