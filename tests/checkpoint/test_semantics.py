@@ -48,6 +48,16 @@ def loaded_by(spec: Spec, folder: str, then: int = 0, **kwargs: Any) -> Any:
     return found
 
 
+Written = tuple[Path, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """A checkpoint of WRITER after two steps, and what its ranks held."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, pool(2).run(saved_by, WRITER, str(folder))
+
+
 # ---- which parts are loaded --------------------------------------------------------------------------------
 
 
@@ -60,9 +70,9 @@ def loaded_by(spec: Spec, folder: str, then: int = 0, **kwargs: Any) -> Any:
     ],
     ids=["all", "no states", "module only"],
 )
-def test_parts(kwargs: dict[str, Any], states: bool, counters: bool, tmp_path: Path) -> None:
-    want = merged(pool(2).run(saved_by, WRITER, str(tmp_path)))
-    told = pool(2).run(loaded_by, READER, str(tmp_path), **kwargs)
+def test_parts(kwargs: dict[str, Any], states: bool, counters: bool, written: Written) -> None:
+    want = merged(written[1])
+    told = pool(2).run(loaded_by, READER, str(written[0]), **kwargs)
     before, after = merged([one[0] for one in told]), merged([one[1] for one in told])
     for name, values in want.items():
         for key in values:
@@ -143,27 +153,27 @@ def with_model(model: type[nn.Module], job: Callable[..., Any], *args: Any, **kw
 
 
 @pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
-def test_thawed_on_resume(spec: Spec, tmp_path: Path) -> None:
+def test_thawed_on_resume(spec: Spec, written: Written) -> None:
     """The values are loaded; the states of what is new begin afresh, at step 0, the others go on."""
-    held = pool(2).run(saved_by, WRITER, str(tmp_path))
-    told = pool(2).run(with_model, Thawed, loaded_by, spec, str(tmp_path), then=1)
+    held = written[1]
+    told = pool(2).run(with_model, Thawed, loaded_by, spec, str(written[0]), then=1)
     after = merged([one[1] for one in told])
     assert torch.equal(after["fixed.weight"]["master"], held[0].working["fixed.weight"])
     assert set(after["fixed.weight"]) == {"master"} and float(after["second.weight"]["step"]) == 2
 
 
 @pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
-def test_frozen_on_resume(spec: Spec, tmp_path: Path) -> None:
-    held = pool(2).run(saved_by, WRITER, str(tmp_path))
-    for _, after, _, _ in pool(2).run(with_model, Frozen, loaded_by, spec, str(tmp_path), then=1):
+def test_frozen_on_resume(spec: Spec, written: Written) -> None:
+    held = written[1]
+    for _, after, _, _ in pool(2).run(with_model, Frozen, loaded_by, spec, str(written[0]), then=1):
         assert torch.equal(after.working["first.weight"], held[0].working["first.weight"])
         assert not any(name.startswith("first") for name, _, _ in after.pieces)
 
 
-def test_untied_on_resume(tmp_path: Path) -> None:
+def test_untied_on_resume(written: Written) -> None:
     """Both copies begin with the values and states of the one; and back again."""
-    want = merged(pool(2).run(saved_by, WRITER, str(tmp_path)))
-    told = pool(2).run(with_model, Untied, loaded_by, READER, str(tmp_path), then=1)
+    want = merged(written[1])
+    told = pool(2).run(with_model, Untied, loaded_by, READER, str(written[0]), then=1)
     for _, after, _, _ in told:
         assert torch.equal(after.working["head.weight"], want["embed.weight"]["master"])
         assert torch.equal(after.working["embed.weight"], want["embed.weight"]["master"])
@@ -184,10 +194,10 @@ def _with_groups(job: Callable[..., Any], *args: Any) -> Any:
         return job(*args)
 
 
-def test_groups_in_another_order(tmp_path: Path) -> None:
+def test_groups_in_another_order(written: Written) -> None:
     """Group by group what the parameters had: rates, decay; and tensor by tensor the states."""
-    held = pool(2).run(saved_by, WRITER, str(tmp_path))
-    told = pool(2).run(_with_groups, loaded_by, READER, str(tmp_path))
+    held = written[1]
+    told = pool(2).run(_with_groups, loaded_by, READER, str(written[0]))
     for _, after, _, _ in told:
         assert after.groups == held[0].groups[::-1]
     after, want = merged([one[1] for one in told]), merged(held)
@@ -212,9 +222,8 @@ def _edits(spec: Spec, folder: str) -> Any:
     return same, all(torch.equal(value, after.working[name]) for name, value in before.working.items())
 
 
-def test_groups_stay_the_same_objects(tmp_path: Path) -> None:
-    pool(2).run(saved_by, WRITER, str(tmp_path))
-    assert pool(2).run(_edits, READER, str(tmp_path)) == [(True, True)] * 2
+def test_groups_stay_the_same_objects(written: Written) -> None:
+    assert pool(2).run(_edits, READER, str(written[0])) == [(True, True)] * 2
 
 
 def _accumulating(spec: Spec, folder: str | None, load: bool, dirty: bool) -> Any:
@@ -267,9 +276,9 @@ def _read_after(spec: Spec, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("spec", [READER, BACK] if NIGHTLY else [READER], ids=str)
-def test_reading_right_after_a_load(spec: Spec, tmp_path: Path) -> None:
-    want = merged(pool(2).run(saved_by, WRITER, str(tmp_path)))
-    for found in pool(2).run(_read_after, spec, str(tmp_path)):
+def test_reading_right_after_a_load(spec: Spec, written: Written) -> None:
+    want = merged(written[1])
+    for found in pool(2).run(_read_after, spec, str(written[0])):
         assert found.keys() == want.keys()
         for name, (master, moment, working) in found.items():
             assert torch.equal(master, want[name]["master"]) and torch.equal(working, want[name]["master"])
