@@ -265,12 +265,20 @@ class AMSPEngine(CheckpointingEngine):
         return super().forward(*inputs, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's; raises as `forward` does."""
+        """As DeepSpeed's.
+
+        Raises:
+            ModelChanged: as `forward`.
+            CheckpointError: on every rank, after the update, if a save in the background has failed.
+        """
         self._tree.check()
+        boundary = self.is_gradient_accumulation_boundary()
         self.amsp.comm.phase("step")
         result = super().step(*args, **kwargs)
         self.amsp.comm.phase(None)
         self.amsp.step_over()
+        if boundary:
+            self._check_save()
         return result
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:

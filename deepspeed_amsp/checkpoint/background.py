@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from deepspeed.utils import logger
 
@@ -72,9 +72,10 @@ class Background:
                 raise CheckpointError("another rank has failed")
 
     def _running(self) -> bool:
+        alive = self._thread.is_alive()  # before the error is looked at, which comes first
         if self._error is not None:
             raise self._error
-        return self._thread.is_alive()
+        return alive
 
     def _joined(self) -> None:
         self._thread.join()
@@ -87,6 +88,8 @@ class Background:
         except CheckpointError:
             self._cancelled.set()
             self._thread.join()
+            with suppress(CheckpointError):
+                together(self._what, lambda: None)  # else a rank that writes still would find its folder gone
             if self._share.rank == 0:
                 folders.discard(self._share.save_dir, self._share.tag)
             raise

@@ -63,7 +63,7 @@ class ZeroCheckpoint:
         _refuse(folder)
         files = zero_to_fp32.get_model_state_files(str(folder))
         self.path = Path(files[0])
-        self._ranks = [_loaded(path)["optimizer_state_dict"] for path in sorted_by_rank(folder, _OPTIM)]
+        self._ranks = [_loaded(path)["optimizer_state_dict"] for path in _by_rank(folder, _OPTIM)]
         first = self._ranks[0]
         if "zero_stage" not in first:
             raise CheckpointError(f"{folder} was not written by ZeRO: its optimizer files name no stage")
@@ -201,7 +201,7 @@ class ZeroCheckpoint:
         )
 
 
-def sorted_by_rank(folder: Path, pattern: str) -> list[str]:
+def _by_rank(folder: Path, pattern: str) -> list[str]:
     """Files in the order of DeepSpeed's ranks."""
     try:
         found: list[str] = zero_to_fp32.get_checkpoint_files(str(folder), pattern)

@@ -123,18 +123,6 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         if under_way is not None and not under_way.check():
             self._save_under_way = under_way
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's.
-
-        Raises:
-            CheckpointError: on every rank, after the update, if a save in the background has failed.
-        """
-        boundary = self.is_gradient_accumulation_boundary()
-        result = super().step(*args, **kwargs)
-        if boundary:
-            self._check_save()
-        return result
-
     def destroy(self) -> None:
         """As DeepSpeed's, once a save in the background is complete. Collective while there is one.
 

@@ -90,8 +90,9 @@ class Share:
             key: replace(tensor, parts=tuple(Part(p.start, _copied(p.values)) for p in tensor.parts))
             for key, tensor in self.blocks.items()
         }
+        contents = replace(self.contents, objects=_pickled_copy(self.contents.objects))
         head = self.head and self.head._replace(state=_pickled_copy(self.head.state))
-        return replace(self, blocks=blocks, head=head)
+        return replace(self, contents=contents, blocks=blocks, head=head)
 
     def write(self) -> None:
         """Write the blocks, and tell rank 0.
@@ -180,10 +181,10 @@ def _copied(values: torch.Tensor) -> torch.Tensor:
     return values.detach().to("cpu", copy=True)
 
 
-def _pickled_copy(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _pickled_copy(state: Mapping[str, Any]) -> dict[str, Any]:
     """A copy that shares nothing with the running engine; what cannot be pickled is found out now."""
     memory = io.BytesIO()
     torch.save(dict(state), memory)
     memory.seek(0)
-    copy: Mapping[str, Any] = torch.load(memory, weights_only=False)
+    copy: dict[str, Any] = torch.load(memory, weights_only=False)
     return copy

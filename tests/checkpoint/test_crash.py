@@ -18,7 +18,7 @@ from tests.support.pool import RankError, pool
 
 SPEC = Spec(2, 2, "zero1")
 KILLS = 50 if NIGHTLY else 4
-OPERATIONS = {False: 20, True: 34}
+OPERATIONS = {False: 24, True: 38}
 """About as many file operations as rank 0 makes in a save of a new tag, and in one that replaces a checkpoint."""
 FEWEST = 15
 """It makes more than these in any case, so that a kill that never comes is seen."""
@@ -40,9 +40,9 @@ class _Killer:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _saves(folder: str, always: bool, victims: list[list[int]], countdown: int) -> str:
+def _saves(folder: str, always: bool, background: bool, victims: list[list[int]], countdown: int) -> str:
     """Two saves that complete, and one that does not: of another tag, or of the second's (``always`` the same)."""
-    engine = make_engine(SPEC)
+    engine = make_engine(SPEC.but(amsp={"checkpoint": {"async_save": background}}))
     rank = int(os.environ["RANK"])
     killer = _Killer(folder, victims[rank], countdown)
     sys.addaudithook(killer)
@@ -50,6 +50,7 @@ def _saves(folder: str, always: bool, victims: list[list[int]], countdown: int) 
         train_step(engine, step)
         killer.armed = step == 2 and bool(victims[rank])
         engine.save_checkpoint(folder, "same" if always else None, client_state={"step": step})
+        engine.wait_for_checkpoint()
     killer.armed = False
     return "not killed"
 
@@ -78,7 +79,7 @@ def _straight() -> list[Any]:
 
 @pytest.mark.parametrize("kill", range(KILLS))
 def test_killed_in_a_save(kill: int, tmp_path: Path, fresh_pool: Any) -> None:
-    """All ranks at once (the host dies), or one of them (rank 0 writes the most)."""
+    """All ranks at once (the host dies), or one of them (rank 0 writes the most); every third save in the background."""
     generator = torch.Generator().manual_seed(kill)
     always = bool(kill % 2)
     countdown = 1 + int(torch.randint(OPERATIONS[always], (1,), generator=generator))
@@ -91,7 +92,7 @@ def test_killed_in_a_save(kill: int, tmp_path: Path, fresh_pool: Any) -> None:
     victims[rank] = [workers.pids[rank]] if alone else list(workers.pids)
     killed = False
     try:
-        workers.run(_saves, str(tmp_path), always, victims, countdown, timeout=60)
+        workers.run(_saves, str(tmp_path), always, kill % 3 == 2, victims, countdown, timeout=60)
     except RankError:
         killed = True
     assert killed or countdown > FEWEST, "a save makes more operations than that"
