@@ -79,7 +79,7 @@ def _straight() -> list[Any]:
 
 @pytest.mark.parametrize("kill", range(KILLS))
 def test_killed_in_a_save(kill: int, tmp_path: Path, fresh_pool: Any) -> None:
-    """All ranks at once (the host dies), or one of them (rank 0 writes the most); every third save in the background."""
+    """All ranks at once (the host dies), or one of them (rank 0 writes most); every third save in the background."""
     generator = torch.Generator().manual_seed(kill)
     always = bool(kill % 2)
     countdown = 1 + int(torch.randint(OPERATIONS[always], (1,), generator=generator))
