@@ -51,9 +51,13 @@ class _Summed(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self._crc = zlib.crc32(data, self._crc)
-        self._bytes += memoryview(data).nbytes
-        return self._file.write(data)
+        octets = memoryview(data).cast("B")
+        self._crc = zlib.crc32(octets, self._crc)
+        self._bytes += len(octets)
+        left = octets
+        while left:  # a file may take less than it is given
+            left = left[self._file.write(left) :]
+        return len(octets)
 
     def end_block(self) -> int:
         """Fill up to a whole number of `ALIGNMENT`; returns the bytes of the block without that."""
@@ -82,7 +86,7 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
                 offset += stream.blocks[-1].bytes
                 if offset - flushed >= FLUSH_BYTES and all(flush.done() for flush in flushes):
                     # The device writes what is there while we make more of it; the last flush has less to do.
-                    flushes.append(beside.submit(os.fdatasync, file.fileno()))
+                    flushes.append(beside.submit(os.fsync, file.fileno()))
                     flushed = offset
         for flush in flushes:
             flush.result()

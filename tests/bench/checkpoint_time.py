@@ -71,7 +71,7 @@ def job(folder: str) -> dict[str, tuple[list[float], list[float]]]:
 
 @contextmanager
 def _not_durable() -> Iterator[None]:
-    with mock.patch("os.fsync"), mock.patch("os.fdatasync"):
+    with mock.patch("os.fsync"):
         yield
 
 
