@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 from deepspeed_amsp.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as by_our_function
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Net, Spec, held_by, make_engine, merged, train_step
-from tests.checkpoint.test_bad_input import everywhere, refused_loads
+from tests.checkpoint.test_bad_input import everywhere, refused_loads, save
 from tests.semantics.harness import NIGHTLY
 from tests.support.pool import pool
 
@@ -119,6 +121,16 @@ def test_training_goes_on_as_deepspeeds(stage: int, bf16: bool, specs: list[Spec
             assert torch.equal(held.working["fixed.weight"].float(), exported["fixed.weight"].float())
             assert torch.equal(held.working["codes"], exported["codes"])
             torch.testing.assert_close(losses, theirs.losses, rtol=5e-3 if bf16 else 1e-6, atol=0.0)
+
+
+def test_deepspeeds_tools_refuse_ours(tmp_path: Path) -> None:
+    """They find none of their files, rather than wrong weights (case F6)."""
+    pool(2).run(save, Spec(2, 2, "zero1"), str(tmp_path), "ours")
+    with pytest.raises(FileNotFoundError):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "ours")
+    with pytest.raises((FileNotFoundError, IndexError)):
+        ds_to_universal.main(Namespace(input_folder=str(tmp_path / "ours"), output_folder=str(tmp_path / "universal")))
+    assert not (tmp_path / "universal").exists()
 
 
 def _elastic(folder: str) -> None:
