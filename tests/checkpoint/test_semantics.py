@@ -285,6 +285,42 @@ def test_reading_right_after_a_load(spec: Spec, written: Written) -> None:
             assert torch.equal(moment, want[name]["exp_avg"])
 
 
+def _averaged(spec: Spec) -> dict[str, torch.Tensor]:
+    """The recipe of docs/checkpoints.md."""
+    engine = make_engine(spec)
+    average: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        train_step(engine, step)
+        for name, param in engine.module.named_parameters():
+            if param.requires_grad:
+                with deepspeed.zero.GatheredParameters([param]):
+                    average.setdefault(name, param.detach().clone()).lerp_(param.detach(), 0.1)
+    engine.destroy()
+    return average
+
+
+def test_an_average_of_the_weights() -> None:
+    """Case G8: on every rank, of sharded parameters, equal to that of one process."""
+    model = make_model()
+    optimizer = runs.make_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    want: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        rows = tokens(step)
+        optimizer.zero_grad()
+        runs.loss_of(model(rows[:, :-1]), rows).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimizer.step()
+        scheduler.step()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                want.setdefault(name, param.detach().clone()).lerp_(param.detach(), 0.1)
+    for found in pool(2).run(_averaged, READER):
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def _scaled(spec: Spec, folder: str, load: bool) -> Any:
     from deepspeed.accelerator import get_accelerator
 
