@@ -94,7 +94,7 @@ class ZeroCheckpoint:
         for kind, tensors in kinds.items():
             values = self._whole(kind) if kind == MASTER or kind in self._moments() else self._rest
             for name, tensor in tensors.items():
-                flat = values[name].contiguous().reshape(-1)
+                flat = values[name].contiguous().detach().reshape(-1)
                 for part in tensor.parts:
                     part.values.copy_(flat[part.start : part.start + part.values.numel()])
 
