@@ -165,10 +165,9 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             exact_masters=bool(self.zero_load_from_fp32_weights()),
             custom=custom_load_fn,
         )
-        module_only = load_module_only
 
         def take(checkpoint: Checkpoint, undo: ExitStack) -> None:
-            if not module_only:
+            if not load_module_only:
                 self._take_objects(checkpoint.state, load_optimizer_states, load_lr_scheduler_states, undo)
 
         loaded = load(self.amsp, self.module, Path(load_dir), None if tag is None else str(tag), choice, take)
