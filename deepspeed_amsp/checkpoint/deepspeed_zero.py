@@ -106,8 +106,9 @@ class ZeroCheckpoint:
         found: dict[str, Any] = {}
         with _silent():
             if self.stage <= 2:
-                paddings = self._ranks[0].get("param_alignment_paddings")
-                further = () if paddings is None else (paddings,)
+                paddings = self._ranks[0].get("param_alignment_paddings") or ()
+                # Versions before 0.19.8 neither write paddings nor take any.
+                further = (paddings,) if any(any(group) for group in paddings) else ()
                 zero_to_fp32._zero2_merge_trainable_params(found, self.world, flat, self._models, *further)
             else:
                 zero_to_fp32._zero3_merge_trainable_params(found, self.world, flat, self._models)
