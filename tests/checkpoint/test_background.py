@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -133,24 +134,27 @@ def test_what_cannot_be_pickled_is_found_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _left_running(folder: str) -> None:
+def _left_running(folder: str) -> list[bool]:
     engine = make_engine(SPEC)
     train_step(engine, 0)
     plain = Share.write
 
     def slowly(share: Share) -> None:
-        threading.Event().wait(0.3)
+        time.sleep(0.3)
         plain(share)
 
-    Share.write = slowly  # type: ignore[method-assign]  # for good: this process ends with the job
-    engine.save_checkpoint(folder, "last", client_state={"position": 1})
+    latest = Path(folder) / "latest"
+    with mock.patch.object(Share, "write", slowly):
+        engine.save_checkpoint(folder, "last", client_state={"position": 1})
+        before = latest.exists()
+        threading._shutdown()  # what the interpreter does first when it ends; the pool's workers leave without
+    return [before, latest.exists()]
 
 
 def test_the_end_of_the_process_waits(tmp_path: Path, fresh_pool: Any) -> None:
     """Without destroy, or anything else that waits: the interpreter ends when the checkpoint is complete."""
-    workers = fresh_pool(2)
-    workers.run(_left_running, str(tmp_path))
-    workers.close()
+    before, after = fresh_pool(2).run(_left_running, str(tmp_path))[0]
+    assert not before and after
     assert (tmp_path / "latest").read_text() == "last"
     pool(2).run(_loaded, str(tmp_path), "last")
 

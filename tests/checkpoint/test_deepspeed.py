@@ -57,11 +57,13 @@ def _theirs(stage: int, bf16: bool, folder: str) -> Theirs:
     for step in range(BEFORE):
         train_step(engine, step)
     engine.save_checkpoint(folder, "theirs", client_state={"position": BEFORE})
+    # In stages 1 and 2 of DeepSpeed 0.19.8 this fails after a save; there the steps that follow show what was loaded.
+    moments = ("exp_avg", "exp_avg_sq") if stage == 3 else ()
     trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
     states = {
         name: {
             "master": deepspeed.utils.safe_get_full_fp32_param(param).clone(),
-            **{key: deepspeed.utils.safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")},
+            **{key: deepspeed.utils.safe_get_full_optimizer_state(param, key) for key in moments},
         }
         for name, param in trained.items()
     }
@@ -100,7 +102,7 @@ CASES = [
     ("stage", "bf16", "specs"), CASES, ids=[f"zero{s}-{'bf16' if b else 'fp32'}" for s, b, _ in CASES]
 )
 def test_training_goes_on_as_deepspeeds(stage: int, bf16: bool, specs: list[Spec], tmp_path: Path) -> None:
-    """Masters and moments are those that DeepSpeed holds and that its tool exports; losses, rate and weights after
+    """Masters (and moments) are those that DeepSpeed holds and that its tool exports; losses, rate and weights after
     further steps are those of DeepSpeed's own run. For fewer or more ranks than wrote it."""
     theirs: Theirs = pool(2).run(_theirs, stage, bf16, str(tmp_path))[0]
     exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "theirs")
