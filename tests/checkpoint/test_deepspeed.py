@@ -106,6 +106,8 @@ def test_training_goes_on_as_deepspeeds(stage: int, bf16: bool, specs: list[Spec
     further steps are those of DeepSpeed's own run. For fewer or more ranks than wrote it."""
     theirs: Theirs = pool(2).run(_theirs, stage, bf16, str(tmp_path))[0]
     exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "theirs")
+    with mock.patch.object(runs, "Net", Plain):
+        frozen = {name: value.detach() for name, value in runs.make_model().named_parameters()}
     same = by_our_function(str(tmp_path), "theirs")
     assert all(torch.equal(value, same[name]) for name, value in exported.items())
     for spec in specs:
@@ -120,8 +122,9 @@ def test_training_goes_on_as_deepspeeds(stage: int, bf16: bool, specs: list[Spec
             torch.testing.assert_close(end[name]["master"], theirs.end[name], rtol=1e-5, atol=2e-3 if bf16 else 1e-6)
         for held, steps, losses, rate, _ in told:
             assert steps == BEFORE and rate == pytest.approx(theirs.rate, rel=1e-12)
-            assert torch.equal(held.working["fixed.weight"].float(), exported["fixed.weight"].float())
-            assert torch.equal(held.working["codes"], exported["codes"])
+            # DeepSpeed's tool leaves the frozen ones of stage 1 out; they are as they were made.
+            for name in ("fixed.weight", "fixed.bias", "codes"):
+                assert torch.equal(held.working[name], frozen[name].to(held.working[name].dtype)), name
             torch.testing.assert_close(losses, theirs.losses, rtol=5e-3 if bf16 else 1e-6, atol=0.0)
 
 
