@@ -14,6 +14,13 @@ IN_NODE_SHARE, CROSS_NODE_SHARE = 0.8, 0.9
 IN_NODE_LATENCY, CROSS_NODE_LATENCY = 1.5e-6, 5e-6
 """Seconds a hop; chosen with a800-hdr so that both of the paper's points come out."""
 
+MEMORY_SHARE = 0.8
+"""What a fused update reaches of a data sheet's HBM bandwidth; an assumption."""
+A100 = {"peak_flops": 312e12, "peak_flops_fp32": 19.5e12, "memory_bandwidth": MEMORY_SHARE * 2.0e12}
+H100 = {"peak_flops": 989e12, "peak_flops_fp32": 67e12, "memory_bandwidth": MEMORY_SHARE * 3.35e12}
+"""Data sheets, SXM with 80 GB: dense 16-bit, and fp32 outside tensor cores, which is torch's default. An A800 is an
+A100 with slower NVLink."""
+
 BUILTIN: dict[str, Profile] = {
     profile.name: profile
     for profile in (
@@ -24,8 +31,8 @@ BUILTIN: dict[str, Profile] = {
             # 64 MB in the time that 1200 Gbit/s say is 427 us; 416 us of it for 7/8 of the bytes are 134.5 GB/s.
             links=Links(134.5 * GB, CROSS_NODE_SHARE * 100 * GB, IN_NODE_LATENCY, CROSS_NODE_LATENCY),
             host="the paper's cluster: 128 nodes of 8 A800, NVLink 400 GB/s, 4 x HDR InfiniBand a node",
-            peak_flops=312e12,
             gpu_memory=80 * GB,
+            **A100,
             notes=(
                 "approximate: fits the AllGather of 64 MB in Fig. 3 of arXiv 2311.00257, about 1200 Gbit/s on 8x1 and "
                 "300 on 8x64, read as message over time"
@@ -37,8 +44,8 @@ BUILTIN: dict[str, Profile] = {
             nodes=128,
             links=Links(IN_NODE_SHARE * 300 * GB, CROSS_NODE_SHARE * 200 * GB, IN_NODE_LATENCY, CROSS_NODE_LATENCY),
             host="data sheet of a node of 8 A100: NVLink 600 GB/s in both directions, 8 x HDR 200 Gbit/s",
-            peak_flops=312e12,
             gpu_memory=80 * GB,
+            **A100,
             notes="from data sheets; nothing was measured",
         ),
         Profile(
@@ -47,8 +54,8 @@ BUILTIN: dict[str, Profile] = {
             nodes=128,
             links=Links(IN_NODE_SHARE * 450 * GB, CROSS_NODE_SHARE * 400 * GB, IN_NODE_LATENCY, CROSS_NODE_LATENCY),
             host="data sheet of a node of 8 H100: NVLink 900 GB/s in both directions, 8 x NDR 400 Gbit/s",
-            peak_flops=989e12,
             gpu_memory=80 * GB,
+            **H100,
             notes="from data sheets; nothing was measured",
         ),
     )

@@ -41,7 +41,8 @@ class Profile:
     Exactly one of ``entries`` (measured) and ``links`` (analytic) is given. A Broadcast's time is that of one out of
     as many as the group has ranks, one from each, issued together: the time of all of them divided by their number.
 
-    host: what was measured or where the numbers are from. peak_flops: 16-bit FLOP/s of a GPU. gpu_memory: its bytes.
+    host: what was measured or where the numbers are from. peak_flops, peak_flops_fp32: FLOP/s of a GPU in 16 bits and
+    in fp32. gpu_memory: its bytes. memory_bandwidth: bytes/s that an optimizer's update reaches on it.
     notes: for an analytic profile, what it rests on. extrapolates: whether meshes outside the data are answered for, by
     the ring model; not kept in files.
     """
@@ -56,7 +57,9 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
     date: str = ""
     peak_flops: float | None = None
+    peak_flops_fp32: float | None = None
     gpu_memory: float | None = None
+    memory_bandwidth: float | None = None
     notes: str = ""
     extrapolates: bool = False
     _curves: dict[tuple[Op, int, int, bool], Curve] = field(

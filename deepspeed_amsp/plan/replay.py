@@ -47,7 +47,8 @@ class Sends:
     """Durations of everything a plan sends, and the sizes that decide when.
 
     members: by bucket, how many units. updates: by bucket, elements (see `owners.Geometry`). recomputed: by unit, the
-    run of units of its layer if that is recomputed, else an empty one.
+    run of units of its layer if that is recomputed, else an empty one. backward_starts: the first unit that the
+    backward reaches, behind frozen ones.
     """
 
     gather: list[Timed]
@@ -61,6 +62,7 @@ class Sends:
     scalars: Timed
     recomputed: list[range]
     bucket_of: list[int | None]
+    backward_starts: int
 
     @property
     def buckets(self) -> int:
@@ -111,6 +113,7 @@ def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -
             layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
         ],
         bucket_of=bucket_of,
+        backward_starts=model.backward_starts(train.recompute),
     )
 
 
@@ -282,15 +285,15 @@ class Replay:
         arrived = [0.0] * len(pending)
         gathered: dict[int, float] = {}
         sharded, ahead = self.plan.sharding.s_p > 1, self.plan.overlap.gather and self.plan.prefetch_bytes > 0
-        unit = len(self.times.backward) - 1
-        while unit >= 0:
+        unit, first = len(self.times.backward) - 1, self.sends.backward_starts
+        while unit >= first:
             run = self.sends.recomputed[unit]
             if run:
-                before = self.sends.recomputed[run.start - 1] if run.start else range(0)
+                before = self.sends.recomputed[run.start - 1] if run.start > first else range(0)
                 self.recompute(run, before if ahead else range(0), gathered)
             elif sharded:
                 arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
-                if unit and ahead and unit - 1 not in gathered:
+                if unit > first and ahead and unit - 1 not in gathered:
                     gathered[unit - 1] = self.gather(unit - 1)
                 if arrival > self.now:
                     self.wait(arrival, "gather")

@@ -22,15 +22,16 @@ SIMULATED = 3
 
 
 def compute(model: ModelSpec, cluster: ClusterSpec, train: TrainSpec) -> Compute:
-    """From FLOPs at the cluster's efficiency: a backward takes twice a forward; updates are bound by memory."""
-    rate = cluster.peak_flops * cluster.efficiency
-    forward = tuple(unit.forward_flops(train.sequence, train.micro_batch) / rate for unit in model.units)
-    again = [
-        seconds if train.recompute and unit.layer is not None else 0.0
-        for seconds, unit in zip(forward, model.units, strict=True)
-    ]
-    update = train.optimizer.traffic / cluster.memory_bandwidth
-    return Compute(forward, tuple(2 * seconds for seconds in forward), tuple(again), update)
+    """From FLOPs at the cluster's efficiency; updates are bound by memory."""
+    rate = cluster.peak(train.parameter_bytes) * cluster.efficiency
+    starts = model.backward_starts(train.recompute)
+    forward = tuple(flops / rate for flops in model.forward_flops(train.sequence, train.micro_batch))
+    backward = tuple(flops / rate for flops in model.backward_flops(train.sequence, train.micro_batch))
+    again = tuple(
+        seconds if train.recompute and unit.layer is not None and at >= starts else 0.0
+        for at, (seconds, unit) in enumerate(zip(forward, model.units, strict=True))
+    )
+    return Compute(forward, backward, again, train.optimizer.traffic / cluster.memory_bandwidth)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_amsp import probe
+from deepspeed_amsp.plan.activations import BESIDE_EXPERTS, activation_bytes
 from deepspeed_amsp.plan.models import named_model
 from deepspeed_amsp.plan.probed import PROBED
-from deepspeed_amsp.plan.specs import Activations, SpecError
+from deepspeed_amsp.plan.specs import Activations, Mixture, SpecError, TrainSpec
 from examples.llama import Llama, LlamaConfig, parameter_count
 from tests.plan.probed_figures import figures
 
@@ -92,6 +96,62 @@ def test_frozen_parameters_have_no_gradients() -> None:
     model = probe.model_spec(module, "frozen")
     assert model.numel - model.trainable_numel == 64 * 32
     assert model.units[0].frozen == {"embed.weight"}
+
+
+class Layered(nn.Module):
+    """An embedding and four products, of which ``trained`` (their numbers, 0 the embedding) have gradients."""
+
+    def __init__(self, trained: set[int]) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Embedding(10, 16), *(nn.Linear(16, 16, bias=False) for _ in range(4)))
+        for number, part in enumerate(self.parts):
+            part.requires_grad_(number in trained)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.parts(tokens)
+
+
+@pytest.mark.parametrize("trained", [{0, 1, 2, 3, 4}, {1, 2, 3, 4}, {2}, {1, 3}, {4}, {0}], ids=str)
+def test_flops_of_a_backward_are_those_that_torch_counts(trained: set[int]) -> None:
+    module, tokens = Layered(trained), torch.zeros(2, 7, dtype=torch.int64)
+    with FlopCounterMode(display=False) as forward:
+        loss = module(tokens).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    spec = probe.model_spec(module, "layered")
+    assert sum(spec.forward_flops(7, 2)) == forward.get_total_flops()
+    assert sum(spec.backward_flops(7, 2)) == backward.get_total_flops()
+
+
+class Experts(nn.Module):
+    """What transformers' Mixtral does in a layer, for tokens that come sorted, every expert as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, 2 * 24, 16))
+        self.down = nn.Parameter(torch.empty(2, 16, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, weight = torch.zeros_like(x), x.mean(-1, keepdim=True)
+        everyone = torch.arange(x.shape[1])
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            gate, up = F.linear(x[0, everyone], gate_up).chunk(2, dim=-1)
+            out = out.index_add(1, everyone, (F.linear(F.silu(gate) * up, down) * weight[0])[None])
+        return out
+
+
+class Mixed(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+
+def test_what_experts_keep_is_what_is_estimated() -> None:
+    """Two experts of width 24 for each of 1000 tokens of width 16; weights of tokens and places are small beside it."""
+    (found,) = probe.probe(Mixed(), sequences=(1000,))
+    spec = replace(probe.model_spec(Mixed(), "mixed"), mixture=Mixture(active=2, width=24))
+    estimated = activation_bytes(spec, TrainSpec(sequence=1000)).layer - 1000 * BESIDE_EXPERTS * 16
+    assert estimated == pytest.approx(found.layer, rel=0.1)
 
 
 def test_what_a_block_keeps_by_hand() -> None:

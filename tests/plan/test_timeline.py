@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.cost import executor_cost
 from deepspeed_amsp.plan.factors import ShardFactor, enumerate_shardings
+from deepspeed_amsp.plan.profile import Op
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
 from deepspeed_amsp.plan.routes import Routes
 from deepspeed_amsp.plan.specs import ClusterSpec, TrainSpec
@@ -108,14 +109,55 @@ def test_updates_take_time_on_the_owner() -> None:
 
 
 def test_compute_follows_from_flops() -> None:
-    """2 FLOPs an element and token: 10 x 8 elements, 4 x 3 tokens, at 50 % of 1 kFLOP/s; a backward is twice that."""
-    model = matrices(10, layers=(0,))
+    """2 FLOPs an element and token: 10 x 8 elements, 4 x 3 tokens, at 50 % of 1 kFLOP/s; a backward is twice that, but
+    of the first unit, whose input needs no gradient."""
+    model = matrices(10, 10, layers=(0, 0))
     cluster = ClusterSpec(1, 1, peak_flops=1000.0, efficiency=0.5, memory_bandwidth=60.0)
     found = compute(model, cluster, TrainSpec(sequence=4, micro_batch=3, recompute=True))
-    assert found.forward == found.recomputed == (2 * 80 * 12 / 500,)
-    assert found.backward == (2 * found.forward[0],)
+    one = 2 * 80 * 12 / 500
+    assert found.forward == found.recomputed == (one, one)
+    assert found.backward == (one, 2 * one)
     assert found.update == 0.5  # 30 bytes an element
-    assert found.step(2) == pytest.approx(2 * 4 * found.forward[0])
+    assert found.step(2) == pytest.approx(2 * 7 * one)
+
+
+def test_fp32_has_a_peak_of_its_own() -> None:
+    cluster = ClusterSpec(1, 1, peak_flops=1600.0, peak_flops_fp32=100.0)
+    halves, singles = (compute(MODEL, cluster, TrainSpec(parameter_bytes=width)) for width in (2, 4))
+    assert singles.forward == tuple(16 * seconds for seconds in halves.forward)
+
+
+def test_a_backward_ends_at_the_first_gradient() -> None:
+    """Two layers of two units; of the first layer only the second unit trains, of the second only the first."""
+    units = matrices(10, 10, 10, 10, layers=(0, 0, 1, 1)).units
+    frozen = tuple(
+        replace(unit, frozen=frozenset({unit.params[0].name})) if at in (0, 3) else unit
+        for at, unit in enumerate(units)
+    )
+    model = replace(matrices(10), units=frozen)
+    cluster = ClusterSpec(1, 1, peak_flops=1000.0, efficiency=1.0)
+    found = compute(model, cluster, TrainSpec(sequence=1))
+    one = 2 * 80 / 1000
+    assert found.forward == (one,) * 4 and found.recomputed == (0,) * 4
+    # Nothing; weights; weights and input; input.
+    assert found.backward == (0, one, 2 * one, one)
+    again = compute(model, cluster, TrainSpec(sequence=1, recompute=True))
+    assert again.recomputed == (one,) * 4 and again.backward == found.backward
+    none = replace(model, units=tuple(replace(u, frozen=frozenset({u.params[0].name})) for u in units))
+    assert compute(none, cluster, TrainSpec(sequence=1, recompute=True)).step(1) == 4 * one
+
+
+def test_units_behind_the_backward_are_gathered_once() -> None:
+    """s_p = 2, the first of three units is frozen: as in `test_gathers_run_ahead_and_reductions_behind` without its
+    part of the backward; a gather of 16 is exposed at either end, and the second unit's RS of 32."""
+    first, *others = MODEL.units
+    model = replace(MODEL, units=(replace(first, frozen=frozenset({first.params[0].name})), *others))
+    spent = replace(times(50, 50, 50), backward=(0, 50, 100))
+    found = step_time(model, plan(NODE, NODE, NODE), WITHOUT, priced(), spent)
+    assert found.seconds == 16 + 150 + 16 + 150 + 32
+    gathered = sum(line.calls for line in executor_cost(model, plan(NODE, NODE, NODE), WITHOUT, priced()).lines
+                   if line.message.op is Op.ALL_GATHER)  # fmt: skip
+    assert gathered == 5
 
 
 # ---- every plan --------------------------------------------------------------------------------------------
