@@ -81,7 +81,7 @@ def on_rank(job: dict[str, Any]) -> None:
 
     def tell(entry: Entry, point: Point) -> None:
         if first:
-            values = [entry.op.value, entry.mesh.as_list(), point.bytes, point.seconds, point.spread]
+            values = [entry.op.value, entry.mesh.as_list(), *point]
             print(POINT + json.dumps(values), flush=True)
 
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
@@ -163,9 +163,13 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
 
     def take(_: int, line: str) -> None:
         if line.startswith(POINT):
-            op, mesh, size, seconds, spread = json.loads(line.removeprefix(POINT))
-            points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(size, seconds, spread))
-            console.print(f"[dim]{op} {mesh[0]}x{mesh[1]} {size / 1e6:8.3f} MB {1e3 * seconds:9.2f} ms[/]")
+            op, mesh, *values = json.loads(line.removeprefix(POINT))
+            point = Point(*values)
+            points.setdefault((Op(op), ShardFactor(*mesh)), []).append(point)
+            console.print(
+                f"[dim]{op} {mesh[0]}x{mesh[1]} {point.bytes / 1e6:8.3f} MB {1e3 * point.seconds:9.2f} ms, the next "
+                f"{1e3 * (point.each or point.seconds):9.2f} ms[/]"
+            )
         if line.startswith(RESULT):
             result = json.loads(line.removeprefix(RESULT))
             durations.setdefault(result["row"], []).append(median(result["durations"]))

@@ -24,6 +24,9 @@ from deepspeed_amsp.plan.profile import Entry, Op, Point, meshes_needed
 from deepspeed_amsp.trace.clock import clock_for
 
 KIB = 1024
+AT_ONCE, ROUNDS_AT_ONCE = 4, 3
+"""Messages that are issued together to see how far they overlap, and how often."""
+
 DTYPE = torch.bfloat16
 """Working copies and gradients travel in 16 bits."""
 
@@ -90,7 +93,7 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
     """One collective on one mesh, from small to large messages while there is time."""
     points = {point.bytes: point for point in entries.get((op, mesh), Entry(op, mesh, ())).points}
     at_once = mesh.size if op is Op.BROADCAST else 1
-    rounds = at_once * (effort.repetitions + 1)
+    rounds = at_once * (effort.repetitions + 1 + AT_ONCE * ROUNDS_AT_ONCE)
     left = effort.seconds - rounds * sum(point.seconds for point in points.values())
     for wished in effort.sizes:
         size = _even(wished // at_once, mesh.size)
@@ -147,28 +150,35 @@ class _Session:
         self._world = None
 
     def point(self, op: Op, size: int) -> tuple[Point, float]:
-        """Median over repetitions of the time in which the slowest rank was done, and its interquartile range; and the
-        seconds that it took to find them, the same number on all ranks."""
+        """Median over repetitions of the time in which the slowest rank was done, its interquartile range, and by how
+        much later each further one of AT_ONCE is done; and the seconds that it took to find them, the same number on
+        all ranks."""
         assert self._mesh is not None
         self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
         self._group = self._group or make_siblings(self._mesh, self._data_parallel)
-        issue = _issuing(self._comm, op, self._group, size, self._device)
-        self._round(issue)  # connects the ranks
+        issuing = [_issuing(self._comm, op, self._group, size, self._device) for _ in range(AT_ONCE)]
+        self._round(issuing[:1])  # connects the ranks
         began = time.monotonic()
-        mine = [self._round(issue) for _ in range(self._repetitions)]
+        mine = [self._round(issuing[:1]) for _ in range(self._repetitions)]
+        mine += [self._round(issuing) for _ in range(ROUNDS_AT_ONCE)]
         times, took = zip(*from_every_rank((mine, time.monotonic() - began)), strict=True)
         slowest = [max(repetition) for repetition in zip(*times, strict=True)]
+        alone, together = slowest[: self._repetitions], slowest[self._repetitions :]
         at_once = self._group.size if op is Op.BROADCAST else 1
-        low, _, high = quantiles(slowest, n=4, method="inclusive")
-        return Point(size, median(slowest) / at_once, (high - low) / at_once), max(took)
+        low, _, high = quantiles(alone, n=4, method="inclusive")
+        seconds = median(alone)
+        # A disturbed measurement can be off in both directions; a message is never faster than its even share.
+        later = (median(together) - seconds) / (AT_ONCE - 1)
+        each = min(max(later, seconds / AT_ONCE), seconds)
+        return Point(size, seconds / at_once, (high - low) / at_once, each / at_once), max(took)
 
-    def _round(self, issue: Callable[[], list[Ticket]]) -> float:
-        """Seconds from the issue to the end."""
+    def _round(self, issuing: Sequence[Callable[[], list[Ticket]]]) -> float:
+        """Seconds from the first issue to the end of all."""
         assert self._world is not None
         self._comm.all_reduce(self._world, self._token, "barrier").wait()
         self._clock.settle()
         begin = self._clock.stamp()
-        for ticket in issue():
+        for ticket in [ticket for issue in issuing for ticket in issue()]:
             ticket.wait()
         end = self._clock.stamp()
         self._clock.settle()

@@ -62,10 +62,12 @@ class Profile:
     memory_bandwidth: float | None = None
     notes: str = ""
     extrapolates: bool = False
-    _curves: dict[tuple[Op, int, int, bool], Curve] = field(
+    _curves: dict[tuple[Op, int, int, bool, bool], Curve] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
-    _measured: dict[Op, Curves] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
+    _measured: dict[tuple[Op, bool], Curves] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         """Raises ProfileError, naming the entry."""
@@ -108,15 +110,24 @@ class Profile:
         Raises:
             ProfileError: mesh outside the data (or, whatever extrapolate says, without any mesh of its kind).
         """
+        return self._time(op, bytes, mesh, extrapolate, following=False)
+
+    def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
+        """Seconds for which a collective keeps its links from the next one, at most what it takes: where one waits for
+        an answer, or sends in one direction only, the next one can be under way. What it takes, where nobody has
+        measured messages that are issued together; analytic profiles have one after the other. Raises as `time`."""
+        return self._time(op, bytes, mesh, False, following=True)
+
+    def _time(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool, following: bool) -> float:
         if not 0 <= bytes < math.inf:
             raise ProfileError(f"profile {self.name}: {op.value} of {bytes!r} bytes makes no sense.")
         if bytes == 0 or mesh.size == 1:
             return 0.0
         extrapolate = extrapolate or self.extrapolates
-        key = (op, mesh.s0, mesh.s1, extrapolate)
+        key = (op, mesh.s0, mesh.s1, extrapolate, following)
         curve = self._curves.get(key)
         if curve is None:
-            curve = self._curves[key] = self._curve(op, mesh, extrapolate)
+            curve = self._curves[key] = self._curve(op, mesh, extrapolate, following)
         return curve(bytes)
 
     def extrapolated(self, op: Op, bytes: float, mesh: ShardFactor) -> str:
@@ -162,17 +173,20 @@ class Profile:
             )
         return replace(self, gpus_per_node=data_parallel.s0, nodes=data_parallel.s1)
 
-    def _by_mesh(self, op: Op) -> Curves:
-        if op not in self._measured:
-            self._measured[op] = {e.mesh: Curve.through(e.points) for e in self.entries if e.op is op}
-        return self._measured[op]
+    def _by_mesh(self, op: Op, following: bool = False) -> Curves:
+        key = (op, following)
+        if key not in self._measured:
+            self._measured[key] = {
+                e.mesh: Curve.through(e.following if following else e.points) for e in self.entries if e.op is op
+            }
+        return self._measured[key]
 
-    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool) -> Curve:
+    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool, following: bool) -> Curve:
         if mesh.s0 < 1 or mesh.s1 < 1 or mesh.s0 > self.gpus_per_node:
             raise ProfileError(f"profile {self.name}: no group is {mesh} with {self.gpus_per_node} GPUs a node.")
         if self.links is not None:
             return self.links.curve(op, mesh, self.gpus_per_node)
-        curves = self._by_mesh(op)
+        curves = self._by_mesh(op, following)
         curve = between(op, curves, mesh)
         if curve is not None:
             return curve

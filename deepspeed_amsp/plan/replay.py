@@ -18,8 +18,8 @@ NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
 """What computation can wait for, by the name of the overlap switch."""
 
-Timed = list[tuple[int, float]]
-"""(link, seconds) of each stage."""
+Timed = list[tuple[int, float, float]]
+"""Of each stage: link, seconds, and for how many of them it keeps the link from the next one (`Profile.busy`)."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,14 @@ class Sends:
 
 
 def _timed(stages: Stages, profile: Profile) -> Timed:
-    return [
-        (CROSS if message.mesh.s1 > 1 else NODE, message.copies * profile.time(message.op, message.size, message.mesh))
-        for message in stages
-    ]
+    timed = []
+    for message in stages:
+        what = message.op, message.size, message.mesh
+        link = CROSS if message.mesh.s1 > 1 else NODE
+        # Interpolated apart from each other, so that the two may cross.
+        seconds = profile.time(*what)
+        timed.append((link, message.copies * seconds, message.copies * min(profile.busy(*what), seconds)))
+    return timed
 
 
 def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> Sends:
@@ -149,17 +153,17 @@ class Replay:
     def send(self, stages: Timed, ready: float) -> float:
         """Arrival of what is sent at ``ready``, now or at the end of what was sent last."""
         self.advance(ready)
-        for link, seconds in stages:
-            ready = self.occupy(link, seconds, ready)
+        for stage in stages:
+            ready = self.occupy(*stage, ready)
         return ready
 
-    def occupy(self, link: int, seconds: float, ready: float) -> float:
-        """First come, first served."""
+    def occupy(self, link: int, seconds: float, busy: float, ready: float) -> float:
+        """First come, first served; when it is done."""
         start = self.free[link]
         if ready > start:
             start = ready
-        self.free[link] = end = start + seconds
-        return end
+        self.free[link] = start + busy
+        return start + seconds
 
     def launch(self, stages: Timed, ready: float) -> Flight:
         """Something whose later stages go out by themselves, each when the one before is done."""
@@ -173,8 +177,7 @@ class Replay:
         """Send all stages that are due by then, in order of time: links serve who comes first, not who was planned."""
         while self.flying and self.flying[0][0] <= until:
             due, key, flight = heappop(self.flying)
-            link, seconds = flight.left.pop(0)
-            flight.done = self.occupy(link, seconds, due)
+            flight.done = self.occupy(*flight.left.pop(0), due)
             if flight.left:
                 heappush(self.flying, (flight.done, key, flight))
 

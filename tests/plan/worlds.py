@@ -26,6 +26,9 @@ class Paid:
         assert mesh.size > 1, "what stays on a GPU is free and never asked for"
         return self.latency + RATES[op] * bytes * (10 if mesh.s1 > 1 else 1)
 
+    def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
+        return self.time(op, bytes, mesh)
+
 
 def matrices(*rows: int, columns: int = 8, layers: tuple[int | None, ...] = ()) -> ModelSpec:
     """One unit a matrix; ``layers`` says to which block each belongs."""
