@@ -1,7 +1,8 @@
 """Does the planner's step time come true? Profile an emulated cluster, predict, measure, compare.
 
     python -m benchmarks.plan_vs_measured                 # 2x2 and 4x2, about 15 minutes on two quiet cores
-    python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3
+    python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3 --out kept.jsonl
+    python -m benchmarks.plan_vs_measured --from kept.jsonl               # all launches that were kept, as one table
 
 Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, trains without
 communication (what computation takes), and then every plan. Predictions use the profile and the computation of the
@@ -133,18 +134,27 @@ def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: C
     sharding = Sharding(p, g, states, ShardFactor(RANKS_PER_NODE, nodes))
     plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_bytes)
     train = TrainSpec(sequence=64, micro_batches=row.micro_batches, padding_limit=1.0)
-    return step_time(model, plan, train, profile, compute, polled=True)
+    return step_time(model, plan, train, profile, compute)
 
 
 # ---- report ------------------------------------------------------------------------------------------------
 
 
 class Compared(NamedTuple):
-    """Seconds a step of one row."""
+    """Seconds a step of one row, as often as it was measured; predicted from the profile of the same launch."""
 
     row: Row
-    measured: float
+    rounds: tuple[float, ...]
     predicted: StepTime
+
+    @property
+    def measured(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def differ(self) -> float:
+        """By how much of the median the rounds differ."""
+        return (max(self.rounds) - min(self.rounds)) / self.measured
 
     @property
     def error(self) -> float:
@@ -159,6 +169,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     rows = [replace(row, hierarchical=False) for row in rows]
     durations: dict[int, list[float]] = {}
     phases: dict[int, list[Phases]] = {}
+    cpu_s: dict[int, list[float]] = {}
     points: dict[tuple[Op, ShardFactor], list[Point]] = {}
 
     def take(_: int, line: str) -> None:
@@ -174,6 +185,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
             result = json.loads(line.removeprefix(RESULT))
             durations.setdefault(result["row"], []).append(median(result["durations"]))
             phases.setdefault(result["row"], []).append(Phases(*result["phases"]))
+            cpu_s.setdefault(result["row"], []).append(result["cpu_s"])
             console.print(f"[dim]{rows[result['row']].name:<40} {durations[result['row']][-1]:.3f} s[/]")
 
     spec = ClusterSpec(nodes, RANKS_PER_NODE, args.nic, args.lo or None)
@@ -195,7 +207,12 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
             [op.value, mesh.as_list(), *point] for (op, mesh), found in points.items() for point in sorted(found)
         ],
         "rows": [
-            {"row": row.as_dict(), "seconds": durations[index], "phases": [list(p.parts) for p in phases[index]]}
+            {
+                "row": row.as_dict(),
+                "seconds": durations[index],
+                "phases": [list(p.parts) for p in phases[index]],
+                "cpu_s": cpu_s[index],
+            }
             for index, row in enumerate(rows)
         ],
     }
@@ -221,9 +238,24 @@ def compare(raw: dict[str, Any]) -> list[Compared]:
         if row.factors is None
     }
     return [
-        Compared(row, median(entry["seconds"]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
+        Compared(row, tuple(entry["seconds"]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
         for row, entry in rows
         if row.factors is not None
+    ]
+
+
+def together(launches: list[list[Compared]]) -> list[Compared]:
+    """Launches of the same cluster as one: all rounds of a row, and the middle one of its predictions."""
+    by_row: dict[Row, list[Compared]] = {}
+    for one in (one for launch in launches for one in launch):
+        by_row.setdefault(one.row, []).append(one)
+    return [
+        Compared(
+            row,
+            tuple(seconds for one in found for seconds in one.rounds),
+            sorted((one.predicted for one in found), key=lambda step: step.seconds)[(len(found) - 1) // 2],
+        )
+        for row, found in sorted(by_row.items(), key=lambda item: item[0].micro_batches)
     ]
 
 
@@ -234,7 +266,7 @@ def _typical(phases: list[Phases]) -> Phases:
 def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Table:
     """Measured beside predicted, with what the planner says computation waits for."""
     made = Table(title=f"{nodes}x{RANKS_PER_NODE} ranks, {args.nic:g} Mbit/s between nodes, emulated compute")
-    for heading in ("plan", "M", "measured s", "predicted s", "error", "compute", "exposed (predicted)"):
+    for heading in ("plan", "M", "measured s", "rounds", "predicted s", "error", "compute", "exposed (predicted)"):
         made.add_column(heading, justify="left" if heading.startswith(("plan", "exposed")) else "right")
     for one in compared:
         exposed = ", ".join(f"{kind} {1e3 * s:.0f} ms" for kind, s in one.predicted.exposed.items() if s > 5e-4)
@@ -242,6 +274,7 @@ def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Tab
             one.row.plan,
             str(one.row.micro_batches),
             f"{one.measured:.3f}",
+            f"{len(one.rounds)}, +-{50 * one.differ:.0f} %",
             f"{one.predicted.seconds:.3f}",
             f"{100 * one.error:+.1f} %",
             f"{one.predicted.compute:.3f}",
@@ -302,7 +335,10 @@ def main() -> int:
     except ClusterUnavailable as error:
         console.print(f"[red]{error}[/]")
         return 2
-    results = {raw["nodes"]: compare(raw) for raw in measured}
+    launches: dict[int, list[list[Compared]]] = {}
+    for raw in measured:
+        launches.setdefault(raw["nodes"], []).append(compare(raw))
+    results = {nodes: together(found) for nodes, found in launches.items()}
     everything = [one for compared in results.values() for one in compared]
     for nodes, compared in results.items():
         console.print(table(nodes, compared, args))

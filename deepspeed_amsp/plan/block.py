@@ -72,7 +72,7 @@ def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[st
         ours["amsp"]["enabled"] = True
     types = existing.get("data_types")
     types = types if isinstance(types, Mapping) else {}
-    if train.gradient_bytes != WIDTHS.get(types.get("grad_accum_dtype"), train.parameter_bytes):
+    if train.gradient_bytes != WIDTHS.get(str(types.get("grad_accum_dtype")), train.parameter_bytes):
         half = "fp16" if isinstance(existing.get("fp16"), Mapping) else "bf16"
         ours["data_types"] = {**types, "grad_accum_dtype": "fp32" if train.gradient_bytes == 4 else half}
     topology = kept.get("topology")

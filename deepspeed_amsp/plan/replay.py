@@ -305,7 +305,7 @@ class Replay:
                 self.reduce(member, pending, arrived, routes)
             unit = (run.start if run else unit) - 1
         self.kept.clear()
-        self.end_backward(arrived, pending, routes)
+        self.wait(max(arrived, default=0.0), "reduce_scatter")  # the next micro-batch adds to what is there
         if routes is not None and not self.plan.overlap.all_reduce:
             for index in reversed(range(len(pending))):
                 self.start(index, routes, self.now)
@@ -358,7 +358,3 @@ class Replay:
         if index in self.reduced:
             ready = max(ready, self.arrival(self.reduced.pop(index)))
         self.reduced[index] = self.launch(routes[index], ready)
-
-    def end_backward(self, arrived: list[float], pending: list[int], routes: list[Timed] | None) -> None:
-        """Gradients over ``param`` must have come before the next micro-batch adds to them."""
-        self.wait(max(arrived, default=0.0), "reduce_scatter")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_amsp.plan.polled import PolledReplay
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.replay import KINDS, Compute, Replay, sends_of
 from deepspeed_amsp.plan.resolve import Plan
@@ -49,20 +48,14 @@ class StepTime:
         return sum(self.exposed.values())
 
 
-def step_time(
-    model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, times: Compute, polled: bool = False
-) -> StepTime:
+def step_time(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, times: Compute) -> StepTime:
     """Simulate a step in the steady state, from where nothing but publishing reaches from one step into the next.
 
     With clipping that is when all gradients are there and owners begin to update. Without, owners have updated as
     buckets arrived, and begin to publish. Micro-batches between the first and the last are alike:
     SIMULATED of them are simulated, and the last of these stands for all others.
-
-    Args:
-        polled: as on gloo, where a reduction goes on to its next stage when a gradient arrives and finds the stage
-            before done (`schedule.pipeline`), and not by itself as on a device's streams.
     """
-    run = (PolledReplay if polled else Replay)(sends_of(model, plan, train, profile), plan, times)
+    run = Replay(sends_of(model, plan, train, profile), plan, times)
     m = train.micro_batches
     run.step_phase(update=train.gradient_clipping)
     run.micro_batch(first=True, last=m == 1)

@@ -15,7 +15,7 @@ PARSED: list[dict[str, Any]] = [
     {"overlap_comm": False, "reduce_scatter": False, "reduce_bucket_size": 1e6, "allgather_bucket_size": 5},
     {"stage3_prefetch_bucket_size": 7, "stage3_max_live_parameters": 1e8, "max_reuse_distance": 0},
     {"prefetch_bucket_size": "auto", "overlap_comm": "auto", "stage3_param_persistence_threshold": 1000},
-    {"param_persistence_threshold": 10, "model_persistence_threshold": 30, "compute_grad_norm": False},
+    {"param_persistence_threshold": 10, "model_persistence_threshold": 30, "log_trace_cache_warnings": True},
 ]
 
 

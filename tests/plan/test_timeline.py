@@ -227,30 +227,3 @@ def test_owners_update_side_by_side() -> None:
     assert found.update == 2.0 * 8
     two = step_time(model, plan(ONE, ONE, NODE), TrainSpec(), priced(), times(50, 50, 50, 50, update=2.0))
     assert two.update == 2.0 * 16
-
-
-# ---- where stages are polled -------------------------------------------------------------------------------
-
-
-def test_a_polled_stage_goes_out_with_the_next_gradient() -> None:
-    """DDP in three stages over two nodes: RS 32 in the node, AR 240 of the half across, AG 16. Gradients at 250, 350
-    and 450. By itself: AR at 282, 522 and 762, the last AG ends at 762 + 240 + 16. Polled: the last unit's AR goes out
-    at 350, not 282 (done at 590); the middle one's at 450, behind it (830); the first one's only when the end of the
-    backward has waited for these (830 to 1070), then its AG."""
-    made = plan(ONE, ONE, ONE, dp=(2, 2), hierarchical=True)
-    work = times(50, 50, 50)
-    assert step_time(MODEL, made, WITHOUT, priced(), work).seconds == 762 + 240 + 16
-    assert step_time(MODEL, made, WITHOUT, priced(), work, polled=True).seconds == 1070 + 16
-
-
-@given(situations())
-@settings(max_examples=100, deadline=None)
-def test_polling_never_makes_a_step_faster_than_computation_or_slower_than_everything_in_turn(
-    situation: tuple[Plan, TrainSpec, Compute],
-) -> None:
-    made, train, work = situation
-    polled = step_time(LAYERED, made, train, PROFILE, work, polled=True)
-    cost = executor_cost(LAYERED, made, train, PROFILE).total
-    scalars = sum(PROFILE.time(*message[:3]) for message in Routes(made).scalars()) if train.gradient_clipping else 0
-    in_turn = work.step(train.micro_batches) + polled.update + cost + scalars
-    assert work.step(train.micro_batches) + polled.update - 1e-12 <= polled.seconds <= in_turn * (1 + 1e-9)
