@@ -34,7 +34,7 @@ from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
 from tests.bench.rows import MODEL, RESULT, Factors, Phases, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-POINT = "POINT "
+POINT, MACHINE = "POINT ", "MACHINE "
 RANKS_PER_NODE = 2
 MARGIN = 0.10
 """Two plans count as different when their measured times differ by more."""
@@ -87,6 +87,9 @@ def on_rank(job: dict[str, Any]) -> None:
 
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
     profiler.measure(cluster, profiler.quick(cluster), torch.device("cpu"), [], tell)
+    found = profiler.machine(cluster, torch.device("cpu"))
+    if first:
+        print(MACHINE + json.dumps(vars(found)), flush=True)
     rows = [Row.from_dict(values) for values in job["rows"]]
     for number in range(job["rounds"]):
         for index in range(len(rows)) if number % 2 == 0 else reversed(range(len(rows))):
@@ -170,6 +173,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     durations: dict[int, list[float]] = {}
     phases: dict[int, list[Phases]] = {}
     cpu_s: dict[int, list[float]] = {}
+    machine: dict[str, float] = {}
     points: dict[tuple[Op, ShardFactor], list[Point]] = {}
 
     def take(_: int, line: str) -> None:
@@ -181,6 +185,9 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
                 f"[dim]{op} {mesh[0]}x{mesh[1]} {point.bytes / 1e6:8.3f} MB {1e3 * point.seconds:9.2f} ms, the next "
                 f"{1e3 * (point.each or point.seconds):9.2f} ms[/]"
             )
+        if line.startswith(MACHINE):
+            machine.update(json.loads(line.removeprefix(MACHINE)))
+            console.print(f"[dim]{machine}[/]")
         if line.startswith(RESULT):
             result = json.loads(line.removeprefix(RESULT))
             durations.setdefault(result["row"], []).append(median(result["durations"]))
@@ -203,6 +210,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     raw = {
         "nodes": nodes,
         "forward_ms": args.forward_ms,
+        "machine": machine,
         "points": [
             [op.value, mesh.as_list(), *point] for (op, mesh), found in points.items() for point in sorted(found)
         ],
@@ -229,7 +237,7 @@ def compare(raw: dict[str, Any]) -> list[Compared]:
         points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(*point))
     entries = tuple(Entry(op, mesh, tuple(found)) for (op, mesh), found in points.items())
     nodes = raw["nodes"]
-    profile = Profile("emulated", RANKS_PER_NODE, nodes, entries)
+    profile = Profile("emulated", RANKS_PER_NODE, nodes, entries, **raw["machine"])
     model = model_spec()
     rows = [(Row.from_dict(entry["row"]), entry) for entry in raw["rows"]]
     by_m = {

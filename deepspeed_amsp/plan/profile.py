@@ -42,7 +42,9 @@ class Profile:
     as many as the group has ranks, one from each, issued together: the time of all of them divided by their number.
 
     host: what was measured or where the numbers are from. peak_flops, peak_flops_fp32: FLOP/s of a GPU in 16 bits and
-    in fp32. gpu_memory: its bytes. memory_bandwidth: bytes/s that an optimizer's update reaches on it.
+    in fp32. gpu_memory: its bytes. memory_bandwidth: bytes/s that an optimizer's update reaches on it. host_seconds:
+    for how long a collective keeps the thread that computes, which issues it and waits for it (gloo); None where a
+    device computes, and its host is ahead of it.
     notes: for an analytic profile, what it rests on. extrapolates: whether meshes outside the data are answered for, by
     the ring model; not kept in files.
     """
@@ -60,6 +62,7 @@ class Profile:
     peak_flops_fp32: float | None = None
     gpu_memory: float | None = None
     memory_bandwidth: float | None = None
+    host_seconds: float | None = None
     notes: str = ""
     extrapolates: bool = False
     _curves: dict[tuple[Op, int, int, bool, bool], Curve] = field(

@@ -25,7 +25,7 @@ SLOWEST, FASTEST = 1e6, 1e14
 """Bytes/s: what is slower or faster was not written in seconds."""
 
 TEXTS = ("name", "host", "backend", "date", "notes")
-NUMBERS = ("peak_flops", "peak_flops_fp32", "gpu_memory", "memory_bandwidth")
+NUMBERS = ("peak_flops", "peak_flops_fp32", "gpu_memory", "memory_bandwidth", "host_seconds")
 KEYS = ("version", "kind", "gpus_per_node", "nodes", "versions", "entries", "links", *TEXTS, *NUMBERS)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from deepspeed_amsp.plan.owners import geometry
 from deepspeed_amsp.plan.profile import Profile
@@ -18,8 +19,18 @@ NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
 """What computation can wait for, by the name of the overlap switch."""
 
-Timed = list[tuple[int, float, float]]
-"""Of each stage: link, seconds, and for how many of them it keeps the link from the next one (`Profile.busy`)."""
+
+class Stage(NamedTuple):
+    """One stage of what is sent: on which link, how long it takes, and for how much of that it keeps the link from
+    what comes next (`Profile.busy`). host: seconds that issuing and awaiting it keeps computation, if it does."""
+
+    link: int
+    seconds: float
+    busy: float
+    host: float
+
+
+Timed = list[Stage]
 
 
 @dataclass(frozen=True)
@@ -70,13 +81,14 @@ class Sends:
 
 
 def _timed(stages: Stages, profile: Profile) -> Timed:
-    timed = []
+    timed: Timed = []
     for message in stages:
         what = message.op, message.size, message.mesh
         link = CROSS if message.mesh.s1 > 1 else NODE
         # Interpolated apart from each other, so that the two may cross.
         seconds = profile.time(*what)
-        timed.append((link, message.copies * seconds, message.copies * min(profile.busy(*what), seconds)))
+        busy, host = min(profile.busy(*what), seconds), profile.host_seconds or 0.0
+        timed.append(Stage(link, *(message.copies * value for value in (seconds, busy, host))))
     return timed
 
 
@@ -150,26 +162,34 @@ class Replay:
     def __post_init__(self) -> None:
         self.total_forward = sum(self.times.forward)
 
-    def send(self, stages: Timed, ready: float) -> float:
-        """Arrival of what is sent at ``ready``, now or at the end of what was sent last."""
-        self.advance(ready)
+    def send(self, stages: Timed) -> float:
+        """Arrival of what is sent now."""
+        self.issue(stages)
+        self.advance(self.now)
+        ready = self.now
         for stage in stages:
-            ready = self.occupy(*stage, ready)
+            ready = self.occupy(stage, ready)
         return ready
 
-    def occupy(self, link: int, seconds: float, busy: float, ready: float) -> float:
+    def issue(self, stages: Timed) -> None:
+        """What the first stage takes of the thread that computes; later ones are issued beside it."""
+        if stages:
+            self.now += stages[0].host
+
+    def occupy(self, stage: Stage, ready: float) -> float:
         """First come, first served; when it is done."""
-        start = self.free[link]
+        start = self.free[stage.link]
         if ready > start:
             start = ready
-        self.free[link] = start + busy
-        return start + seconds
+        self.free[stage.link] = start + stage.busy
+        return start + stage.seconds
 
     def launch(self, stages: Timed, ready: float) -> Flight:
         """Something whose later stages go out by themselves, each when the one before is done."""
-        flight = Flight(next(self.numbers), list(stages), ready)
+        self.issue(stages)
+        flight = Flight(next(self.numbers), list(stages), max(ready, self.now))
         if stages:
-            heappush(self.flying, (ready, flight.key, flight))
+            heappush(self.flying, (flight.done, flight.key, flight))
             self.advance(self.now)
         return flight
 
@@ -177,7 +197,7 @@ class Replay:
         """Send all stages that are due by then, in order of time: links serve who comes first, not who was planned."""
         while self.flying and self.flying[0][0] <= until:
             due, key, flight = heappop(self.flying)
-            flight.done = self.occupy(*flight.left.pop(0), due)
+            flight.done = self.occupy(flight.left.pop(0), due)
             if flight.left:
                 heappush(self.flying, (flight.done, key, flight))
 
@@ -206,7 +226,7 @@ class Replay:
     def step_phase(self, update: bool) -> None:
         """The norm, then owners ``update`` and publish bucket by bucket in forward order; or they only publish."""
         if update:
-            self.wait(self.send(self.sends.scalars, self.now), "all_reduce")
+            self.wait(self.send(self.sends.scalars), "all_reduce")
         for index, stages in enumerate(self.sends.publish):
             if update:
                 self.update(index)
@@ -329,7 +349,7 @@ class Replay:
             return self.now
         if self.published:
             self.await_publish(unit)
-        arrival = self.send(self.sends.gather[unit], self.now)
+        arrival = self.send(self.sends.gather[unit])
         if not self.plan.overlap.gather:
             self.wait(arrival, "gather")
         return arrival
@@ -345,7 +365,7 @@ class Replay:
         index = self.sends.bucket_of[unit]
         if index is None:
             return
-        done = self.send(self.sends.param_reduce[unit], self.now)
+        done = self.send(self.sends.param_reduce[unit])
         if not self.plan.overlap.reduce_scatter:
             self.wait(done, "reduce_scatter")
         arrived[index] = max(arrived[index], done) if self.sends.param_reduce[unit] else 0.0

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "size twice": (changed(lambda v: first_points(v)[1].update(bytes=1000)), "1000 bytes stand there twice"),
     "no points": (changed(lambda v: first_points(v).clear()), "all_gather on 2x1: has no points"),
-    "point": (changed(lambda v: first_points(v)[0].update(ms=3)), "a point has bytes, seconds and spread"),
+    "point": (changed(lambda v: first_points(v)[0].update(ms=3)), "a point has bytes, seconds, spread, each"),
     "entry twice": (changed(lambda v: v["entries"].append(v["entries"][0])), "all_gather on 2x1 stands there twice"),
     "unknown op": (
         changed(lambda v: v["entries"][0].update(op="gossip")),

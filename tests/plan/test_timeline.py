@@ -78,6 +78,23 @@ def test_gathers_run_ahead_and_reductions_behind() -> None:
     assert found.exposed == {"gather": 32, "reduce_scatter": 32, "all_reduce": 0, "publish": 0}
 
 
+def test_messages_that_overlap_leave_the_link_early() -> None:
+    """As `test_a_slow_network_queues`, but the next one may go when half of the 48 are over: 50, 74, 98 + 48."""
+    found = step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(busy=0.5), times(10, 10, 10))
+    assert found.seconds == 98 + 48
+
+
+def test_issuing_takes_its_time_of_the_computing_thread() -> None:
+    """DDP as above with 3 s for each of three buckets; the two Broadcasts of every bucket's publish take 3 each."""
+    work = times(50, 50, 50)
+    assert step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(host=3.0), work).seconds == 450 + 3 * 3 + 48
+    off = Overlap(publish=False)
+    one, other = (
+        step_time(MODEL, plan(ONE, ONE, NODE, overlap=off), WITHOUT, priced(host=h), work).seconds for h in (0, 3)
+    )
+    assert other - one == 3 * 3 + 3 * 2 * 3
+
+
 def test_a_recomputed_layer_gathers_the_one_before() -> None:
     """Two layers of one unit: backward gathers layer 1 (16 exposed), with it layer 0; forwards are repeated."""
     model = matrices(1, 1, layers=(0, 1))
