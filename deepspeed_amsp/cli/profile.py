@@ -158,8 +158,8 @@ class _Cluster(NamedTuple):
             versions=tuple((name, str(import_module(name).__version__)) for name in PACKAGES),
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             gpu_memory=self.memory,
-            memory_bandwidth=machine and machine.memory_bandwidth,
-            host_seconds=machine and machine.host_seconds,
+            memory_bandwidth=machine.memory_bandwidth if machine else None,
+            host_seconds=machine.host_seconds if machine else None,
         )
 
 
