@@ -106,7 +106,7 @@ def model_spec() -> ModelSpec:
     """The benchmark's LLaMA."""
     import torch
 
-    from deepspeed_amsp.probe import model_spec as spec_of
+    from deepspeed_amsp.module_spec import model_spec as spec_of
     from examples.llama import Llama
 
     with torch.device("meta"):

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_amsp.config import AmspBlock, ConfigError, Problem
 from deepspeed_amsp.config_zero import ZeroSettings
+from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.plan.api import cluster_of
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.curves import ProfileError
@@ -86,8 +87,6 @@ def searched(
 def _search(
     block: AmspBlock, model: nn.Module, asked: Asked, data_parallel: ShardFactor, memory: float
 ) -> tuple[Sharding, str]:
-    from deepspeed_amsp.probe import model_spec  # imports much of torch that training does not need
-
     profile = find_profile(block.profile or DEFAULT_PROFILE).for_cluster(data_parallel)
     sequence, source = _sequence(block, model)
     any_plan = make_plan(block, data_parallel.size, data_parallel.s0, preset("ddp", data_parallel))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_amsp import probe
+from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.plan.activations import BESIDE_EXPERTS, activation_bytes
 from deepspeed_amsp.plan.models import named_model
 from deepspeed_amsp.plan.probed import PROBED
@@ -93,7 +94,7 @@ def test_units_of_a_factory() -> None:
 
 def test_frozen_parameters_have_no_gradients() -> None:
     module, _ = probe.make(f"{HERE}:frozen_llama")
-    model = probe.model_spec(module, "frozen")
+    model = model_spec(module, "frozen")
     assert model.numel - model.trainable_numel == 64 * 32
     assert model.units[0].frozen == {"embed.weight"}
 
@@ -118,7 +119,7 @@ def test_flops_of_a_backward_are_those_that_torch_counts(trained: set[int]) -> N
         loss = module(tokens).sum()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    spec = probe.model_spec(module, "layered")
+    spec = model_spec(module, "layered")
     assert sum(spec.forward_flops(7, 2)) == forward.get_total_flops()
     assert sum(spec.backward_flops(7, 2)) == backward.get_total_flops()
 
@@ -152,7 +153,7 @@ def test_what_experts_keep_is_what_is_estimated() -> None:
     """Two experts of width 96 for each of 1000 tokens of width 64, beside the layer's input and output; weights of
     tokens and their places are small."""
     (found,) = probe.probe(Mixed(), sequences=(1000,))
-    spec = replace(probe.model_spec(Mixed(), "mixed"), mixture=Mixture(active=2, width=96))
+    spec = replace(model_spec(Mixed(), "mixed"), mixture=Mixture(active=2, width=96))
     estimated = activation_bytes(spec, TrainSpec(sequence=1000)).layer - 1000 * BESIDE_EXPERTS * 64
     assert estimated == pytest.approx(found.layer - 2 * found.layer_input, rel=0.05)
 
@@ -170,7 +171,7 @@ def test_what_a_block_keeps_by_hand() -> None:
 
 
 def test_a_tied_head_is_a_product_and_no_unit() -> None:
-    model = probe.model_spec(Stack(), "tied")
+    model = model_spec(Stack(), "tied")
     assert model.numel == 160 + 4 * 256
     assert sum(unit.flops_per_token for unit in model.units) == 2 * (4 * 256 + 160)
 
