@@ -4,10 +4,12 @@
     python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3 --out kept.jsonl
     python -m benchmarks.plan_vs_measured --from kept.jsonl               # all launches that were kept, as one table
 
-Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, trains without
-communication (what computation takes), and then every plan. Predictions use the profile and the computation of the
-same launch, nothing that was measured on a plan. Compute time is emulated: every block of a real LLaMA of 13.8M
-parameters takes 40 ms more in forward and 80 ms more in backward, in which the CPU is free.
+Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, runs the engine on
+every rank by itself (what computation takes, with hooks, copies and updates, and nothing sent), and then trains every
+plan. Predictions use the profile and the computation of the same launch, nothing that was measured on a plan. Compute
+time is emulated: every block of a real LLaMA of 13.8M parameters takes 80 ms more in forward and 160 ms more in
+backward, in which the CPU is free. All "nodes" share the cores of one machine, and what gloo and the kernel take of
+them is no part of a model of real nodes: the slower the links and the blocks, the smaller that part is.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -31,10 +34,10 @@ from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
-from tests.bench.rows import MODEL, RESULT, Factors, Phases, Row
+from tests.bench.rows import MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-POINT, MACHINE = "POINT ", "MACHINE "
+POINT, MACHINE, ALONE = "POINT ", "MACHINE ", "ALONE "
 RANKS_PER_NODE = 2
 MARGIN = 0.10
 """Two plans count as different when their measured times differ by more."""
@@ -58,6 +61,50 @@ def plans(nodes: int) -> list[Factors]:
 
 
 # ---- the ranks ---------------------------------------------------------------------------------------------
+
+
+class Alone(Row):
+    """DDP's row in a world of one rank."""
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        config = super().ds_config
+        config["amsp"]["topology"] = {"gpus_per_node": 1}
+        return config
+
+
+def alone(job: dict[str, Any]) -> None:
+    """In a process of its own: seconds of forward, backward and update of the engine that has nobody to talk to."""
+    from examples import cpu
+
+    cpu.prepare()
+
+    import deepspeed
+
+    from tests.bench.overlap_ranks import Clock, train_amsp
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    clock = Clock()
+    row = Alone((ONE, ONE, ONE), 1, 0, bucket_bytes=job["bucket_bytes"])
+    train_amsp(row, WARM_UP_STEPS + job["steps"], job["forward_ms"], clock)
+    kept = [part[WARM_UP_STEPS:] for part in (clock.forward, clock.backward, clock.update)]
+    print(RESULT + json.dumps([median(part) for part in kept]), flush=True)
+
+
+def run_alone(job: dict[str, Any]) -> list[float]:
+    """`alone` beside every rank at once; the mean of what they find."""
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "benchmarks.plan_vs_measured", "--alone", json.dumps(job)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, json.loads(line.removeprefix(RESULT)))
+    return [mean(part) for part in zip(*found, strict=True)]
 
 
 def on_rank(job: dict[str, Any]) -> None:
@@ -88,8 +135,10 @@ def on_rank(job: dict[str, Any]) -> None:
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
     profiler.measure(cluster, profiler.quick(cluster), torch.device("cpu"), [], tell)
     found = profiler.machine(cluster, torch.device("cpu"))
+    computation = run_alone(job)
     if first:
         print(MACHINE + json.dumps(vars(found)), flush=True)
+        print(ALONE + json.dumps(computation), flush=True)
     rows = [Row.from_dict(values) for values in job["rows"]]
     for number in range(job["rounds"]):
         for index in range(len(rows)) if number % 2 == 0 else reversed(range(len(rows))):
@@ -125,9 +174,9 @@ def computation(model: ModelSpec, measured: Phases, forward_ms: float) -> Comput
             factor * sleep + real * unit.numel / model.numel for sleep, unit in zip(emulated, model.units, strict=True)
         )
 
-    # The row without communication updates one of two owners' halves.
-    update = measured.update / (model.numel / 2)
-    return Compute(spread(measured.forward, 1.0), spread(measured.backward, 2.0), (0.0,) * len(model.units), update)
+    zeros = (0.0,) * len(model.units)
+    update = measured.update / model.numel
+    return Compute(spread(measured.forward, 1.0), spread(measured.backward, 2.0), zeros, update)
 
 
 def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: Compute) -> StepTime:
@@ -166,12 +215,14 @@ class Compared(NamedTuple):
 
 def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     """One cluster: all that was measured, as JSON values."""
-    rows = [Row(None, m, args.nic) for m in args.micro_batches]
-    for m in args.micro_batches:
-        rows += [Row(factors, m, args.nic, "full", False, args.bucket_bytes) for factors in plans(nodes)]
-    rows = [replace(row, hierarchical=False) for row in rows]
+    rows = [
+        Row(factors, m, args.nic, "full", False, args.bucket_bytes)
+        for m in args.micro_batches
+        for factors in plans(nodes)
+    ]
     durations: dict[int, list[float]] = {}
-    phases: dict[int, list[Phases]] = {}
+    phases: dict[int, list[list[float]]] = {}
+    computation: list[float] = []
     cpu_s: dict[int, list[float]] = {}
     machine: dict[str, float] = {}
     points: dict[tuple[Op, ShardFactor], list[Point]] = {}
@@ -188,10 +239,13 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
         if line.startswith(MACHINE):
             machine.update(json.loads(line.removeprefix(MACHINE)))
             console.print(f"[dim]{machine}[/]")
+        if line.startswith(ALONE):
+            computation.extend(json.loads(line.removeprefix(ALONE)))
+            console.print(f"[dim]by itself: forward, backward, update {computation}[/]")
         if line.startswith(RESULT):
             result = json.loads(line.removeprefix(RESULT))
             durations.setdefault(result["row"], []).append(median(result["durations"]))
-            phases.setdefault(result["row"], []).append(Phases(*result["phases"]))
+            phases.setdefault(result["row"], []).append(result["phases"])
             cpu_s.setdefault(result["row"], []).append(result["cpu_s"])
             console.print(f"[dim]{rows[result['row']].name:<40} {durations[result['row']][-1]:.3f} s[/]")
 
@@ -201,6 +255,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "steps": args.steps,
         "forward_ms": args.forward_ms,
+        "bucket_bytes": args.bucket_bytes,
     }
     patience = 300 + sum(60 + 6.0 * (args.steps + 3) * row.micro_batches for row in rows) * args.rounds
     env = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -211,6 +266,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
         "nodes": nodes,
         "forward_ms": args.forward_ms,
         "machine": machine,
+        "alone": computation,
         "points": [
             [op.value, mesh.as_list(), *point] for (op, mesh), found in points.items() for point in sorted(found)
         ],
@@ -218,7 +274,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
             {
                 "row": row.as_dict(),
                 "seconds": durations[index],
-                "phases": [list(p.parts) for p in phases[index]],
+                "phases": phases[index],
                 "cpu_s": cpu_s[index],
             }
             for index, row in enumerate(rows)
@@ -239,17 +295,9 @@ def compare(raw: dict[str, Any]) -> list[Compared]:
     nodes = raw["nodes"]
     profile = Profile("emulated", RANKS_PER_NODE, nodes, entries, **raw["machine"])
     model = model_spec()
-    rows = [(Row.from_dict(entry["row"]), entry) for entry in raw["rows"]]
-    by_m = {
-        row.micro_batches: computation(model, _typical([Phases(*p) for p in entry["phases"]]), raw["forward_ms"])
-        for row, entry in rows
-        if row.factors is None
-    }
-    return [
-        Compared(row, tuple(entry["seconds"]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
-        for row, entry in rows
-        if row.factors is not None
-    ]
+    takes = computation(model, Phases(*raw["alone"]), raw["forward_ms"])
+    rows = [(Row.from_dict(entry["row"]), entry["seconds"]) for entry in raw["rows"]]
+    return [Compared(row, tuple(seconds), predict(model, row, nodes, profile, takes)) for row, seconds in rows]
 
 
 def together(launches: list[list[Compared]]) -> list[Compared]:
@@ -265,10 +313,6 @@ def together(launches: list[list[Compared]]) -> list[Compared]:
         )
         for row, found in sorted(by_row.items(), key=lambda item: item[0].micro_batches)
     ]
-
-
-def _typical(phases: list[Phases]) -> Phases:
-    return Phases(*(median(part) for part in zip(*(p.parts for p in phases), strict=True)))
 
 
 def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Table:
@@ -309,14 +353,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", nargs="+", default=["2x2", "4x2"], help="nodes x 2 ranks")
     parser.add_argument("--rounds", type=int, default=1, help="how often every plan is measured")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after 2 others")
-    parser.add_argument("--nic", type=float, default=500, help="Mbit/s between nodes")
+    parser.add_argument("--nic", type=float, default=250, help="Mbit/s between nodes")
     parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
-    parser.add_argument("--forward-ms", type=float, default=40, help="emulated time of a block; twice in backward")
+    parser.add_argument("--forward-ms", type=float, default=80, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [shape.split("x") for shape in args.cluster]
     if any(len(shape) != 2 or not shape[0].isdigit() or shape[1] != str(RANKS_PER_NODE) for shape in shapes):
@@ -328,8 +373,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure and print; 2 where there is no cluster."""
     args = parse_arguments()
-    if args.on_rank:
-        on_rank(json.loads(args.on_rank))
+    if args.on_rank or args.alone:
+        (on_rank if args.on_rank else alone)(json.loads(args.on_rank or args.alone))
         return 0
     load = os.getloadavg()[0]
     if load > 1:
