@@ -21,6 +21,7 @@ from deepspeed_amsp.plan.links import Links
 __all__ = ["Entry", "Links", "Op", "Point", "Profile", "ProfileError", "meshes_needed"]
 
 Entry = profile_file.Entry
+Figure = profile_file.Figure
 
 
 def meshes_needed(data_parallel: ShardFactor) -> list[ShardFactor]:
@@ -65,10 +66,10 @@ class Profile:
     host_seconds: float | None = None
     notes: str = ""
     extrapolates: bool = False
-    _curves: dict[tuple[Op, int, int, bool, bool], Curve] = field(
+    _curves: dict[tuple[Op, int, int, bool, Figure], Curve] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
-    _measured: dict[tuple[Op, bool], Curves] = field(
+    _measured: dict[tuple[Op, Figure], Curves] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
 
@@ -113,24 +114,29 @@ class Profile:
         Raises:
             ProfileError: mesh outside the data (or, whatever extrapolate says, without any mesh of its kind).
         """
-        return self._time(op, bytes, mesh, extrapolate, following=False)
+        return self._figure(op, bytes, mesh, extrapolate, "seconds")
 
     def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
         """Seconds for which a collective keeps its links from the next one, at most what it takes: where one waits for
         an answer, or sends in one direction only, the next one can be under way. What it takes, where nobody has
         measured messages that are issued together; analytic profiles have one after the other. Raises as `time`."""
-        return self._time(op, bytes, mesh, False, following=True)
+        return self._figure(op, bytes, mesh, False, "each")
 
-    def _time(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool, following: bool) -> float:
+    def stolen(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
+        """By how many seconds a collective lengthens the computation under which it travels: on a CPU the cores are
+        shared, on a GPU the multiprocessors and memory. 0 where nobody has measured it. Raises as `time`."""
+        return self._figure(op, bytes, mesh, False, "stolen") if self.links is None else 0.0
+
+    def _figure(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool, figure: Figure) -> float:
         if not 0 <= bytes < math.inf:
             raise ProfileError(f"profile {self.name}: {op.value} of {bytes!r} bytes makes no sense.")
         if bytes == 0 or mesh.size == 1:
             return 0.0
         extrapolate = extrapolate or self.extrapolates
-        key = (op, mesh.s0, mesh.s1, extrapolate, following)
+        key = (op, mesh.s0, mesh.s1, extrapolate, figure)
         curve = self._curves.get(key)
         if curve is None:
-            curve = self._curves[key] = self._curve(op, mesh, extrapolate, following)
+            curve = self._curves[key] = self._curve(op, mesh, extrapolate, figure)
         return curve(bytes)
 
     def extrapolated(self, op: Op, bytes: float, mesh: ShardFactor) -> str:
@@ -176,20 +182,18 @@ class Profile:
             )
         return replace(self, gpus_per_node=data_parallel.s0, nodes=data_parallel.s1)
 
-    def _by_mesh(self, op: Op, following: bool = False) -> Curves:
-        key = (op, following)
+    def _by_mesh(self, op: Op, figure: Figure = "seconds") -> Curves:
+        key = (op, figure)
         if key not in self._measured:
-            self._measured[key] = {
-                e.mesh: Curve.through(e.following if following else e.points) for e in self.entries if e.op is op
-            }
+            self._measured[key] = {e.mesh: Curve.through(e.of(figure)) for e in self.entries if e.op is op}
         return self._measured[key]
 
-    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool, following: bool) -> Curve:
+    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool, figure: Figure) -> Curve:
         if mesh.s0 < 1 or mesh.s1 < 1 or mesh.s0 > self.gpus_per_node:
             raise ProfileError(f"profile {self.name}: no group is {mesh} with {self.gpus_per_node} GPUs a node.")
         if self.links is not None:
             return self.links.curve(op, mesh, self.gpus_per_node)
-        curves = self._by_mesh(op, following)
+        curves = self._by_mesh(op, figure)
         curve = between(op, curves, mesh)
         if curve is not None:
             return curve

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed_amsp.plan.curves import Op, Point, ProfileError
 from deepspeed_amsp.plan.factors import ShardFactor
@@ -29,6 +29,9 @@ NUMBERS = ("peak_flops", "peak_flops_fp32", "gpu_memory", "memory_bandwidth", "h
 KEYS = ("version", "kind", "gpus_per_node", "nodes", "versions", "entries", "links", *TEXTS, *NUMBERS)
 
 
+Figure = Literal["seconds", "each", "stolen"]
+
+
 @dataclass(frozen=True)
 class Entry:
     """What was measured of one collective on one mesh, smallest message first."""
@@ -45,12 +48,15 @@ class Entry:
         """On links ``speed`` times as fast."""
         return Entry(self.op, self.mesh, tuple(point.divided(speed) for point in self.points))
 
-    @property
-    def following(self) -> tuple[Point, ...]:
-        """Its points with what each further one of several messages takes as their seconds."""
-        return tuple(
-            point if point.each is None else Point(point.bytes, point.each, point.spread) for point in self.points
-        )
+    def of(self, figure: Figure) -> tuple[Point, ...]:
+        """Its points with another of their figures as their seconds; see `Point`."""
+        if figure == "each":
+            return tuple(
+                Point(point.bytes, point.seconds if point.each is None else point.each) for point in self.points
+            )
+        if figure == "stolen":
+            return tuple(Point(point.bytes, point.stolen or 0.0) for point in self.points)
+        return self.points
 
     def with_point(self, point: Point) -> Entry:
         """With one more measurement, which replaces one of the same size."""
@@ -89,17 +95,20 @@ def _check_points(where: str, points: tuple[Point, ...]) -> None:
 
 
 def _check_point(where: str, point: Point) -> None:
-    size, seconds, spread, each = point
+    size, seconds, spread, each, stolen = point
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ProfileError(f"{where}: bytes must be a whole number of at least 1, not {size!r}.")
     where = f"{where}, {size} bytes"
-    for name, value in (("seconds", seconds), ("spread", spread), ("each", seconds if each is None else each)):
+    numbers = {"seconds": seconds, "spread": spread, "each": seconds if each is None else each, "stolen": stolen or 0.0}
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ProfileError(f"{where}: {name} must be a number, not {value!r}.")
     if seconds <= 0 or spread < 0:
         raise ProfileError(f"{where}: seconds must be above 0 and spread not below 0, not {seconds!r} and {spread!r}.")
     if each is not None and not 0 < each <= seconds:
         raise ProfileError(f"{where}: each must be above 0 and at most seconds, {seconds!r}, not {each!r}.")
+    if stolen is not None and not 0 <= stolen <= seconds:
+        raise ProfileError(f"{where}: stolen must be at least 0 and at most seconds, {seconds!r}, not {stolen!r}.")
 
 
 def check_plausible(entries: tuple[Entry, ...]) -> None:
