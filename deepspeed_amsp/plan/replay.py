@@ -175,6 +175,8 @@ class Replay:
 
     def send(self, stages: Timed) -> float:
         """Arrival of what is sent now."""
+        if not stages:
+            return self.now
         self.issue(stages)
         self.advance(self.now)
         ready = self.now
