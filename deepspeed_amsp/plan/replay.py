@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
-from deepspeed_amsp.plan.owners import geometry
-from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.routes import Routes, Stages, buckets
-from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
+from deepspeed_amsp.plan.sends import Sends, Stage, Timed
 
-NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
 """What computation can wait for, by the name of the overlap switch."""
-
-
-class Stage(NamedTuple):
-    """One stage of what is sent: on which link, how long it takes, and for how much of that it keeps the link from
-    what comes next (`Profile.busy`). host: seconds that issuing and awaiting it keeps computation, if it does.
-    stolen: by how much it lengthens the computation that runs meanwhile."""
-
-    link: int
-    seconds: float
-    busy: float
-    host: float
-    stolen: float
-
-
-Timed = list[Stage]
 
 
 @dataclass(frozen=True)
@@ -56,87 +35,6 @@ class Compute:
         """Seconds of M micro-batches without any communication and update."""
         once = sum(self.forward) + sum(self.backward) + sum(self.recomputed)
         return micro_batches * once + self.fixed
-
-
-@dataclass(frozen=True)
-class Sends:
-    """Durations of everything a plan sends, and the sizes that decide when.
-
-    members: by bucket, how many units. updates: by bucket, elements (see `owners.Geometry`). recomputed: by unit, the
-    run of units of its layer if that is recomputed, else an empty one. backward_starts: the first unit that the
-    backward reaches, behind frozen ones.
-    """
-
-    gather: list[Timed]
-    gathered_bytes: list[float]
-    param_reduce: list[Timed]
-    members: list[int]
-    partial: list[Timed]
-    final: list[Timed]
-    publish: list[Timed]
-    updates: tuple[int, ...]
-    scalars: Timed
-    recomputed: list[range]
-    bucket_of: list[int | None]
-    backward_starts: int
-
-    @property
-    def buckets(self) -> int:
-        return len(self.members)
-
-
-def _timed(stages: Stages, profile: Profile) -> Timed:
-    timed: Timed = []
-    for message in stages:
-        what = message.op, message.size, message.mesh
-        link = CROSS if message.mesh.s1 > 1 else NODE
-        # Interpolated apart from each other, so that the two may cross.
-        seconds = profile.time(*what)
-        busy, stolen = (min(value, seconds) for value in (profile.busy(*what), profile.stolen(*what)))
-        figures = (seconds, busy, profile.host_seconds or 0.0, stolen)
-        timed.append(Stage(link, *(message.copies * value for value in figures)))
-    return timed
-
-
-def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> Sends:
-    """Durations by the profile. Raises ProfileError for a group outside its data."""
-    routes, wire = Routes(plan), train.parameter_bytes
-
-    @cache
-    def unit(size: float) -> tuple[Timed, Timed]:
-        return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
-
-    @cache
-    def reduced(size: float) -> tuple[Timed, Timed]:
-        return _timed(routes.partial(size), profile), _timed(routes.final(size), profile)
-
-    @cache
-    def published(size: float, gathered: bool) -> Timed:
-        return _timed(routes.publish(size, gathered), profile)
-
-    made, places = buckets(model, plan, train), geometry(model, plan, train)
-    sizes = [wire * float(member.numel) for member in model.units]
-    bucket_of: list[int | None] = [None] * len(model.units)
-    for index, bucket in enumerate(made):
-        for member in bucket.units:
-            bucket_of[member] = index
-    layers = model.ranges
-    return Sends(
-        gather=[unit(size)[0] for size in sizes],
-        gathered_bytes=sizes,
-        param_reduce=[unit(size)[1] if u.trainable_numel else [] for size, u in zip(sizes, model.units, strict=True)],
-        members=[len(bucket.units) for bucket in made],
-        partial=[reduced(bucket.reduced)[0] for bucket in made],
-        final=[reduced(bucket.reduced)[1] for bucket in made],
-        publish=[published(bucket.published, bucket.gathered) for bucket in made],
-        updates=places.updates_forward if train.gradient_clipping else places.updates_backward,
-        scalars=_timed(routes.scalars(), profile),
-        recomputed=[
-            layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
-        ],
-        bucket_of=bucket_of,
-        backward_starts=model.backward_starts(train.recompute),
-    )
 
 
 @dataclass

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_amsp.plan.profile import Profile
-from deepspeed_amsp.plan.replay import KINDS, Compute, Replay, sends_of
+from deepspeed_amsp.plan.replay import KINDS, Compute, Replay
 from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.plan.sends import sends_of
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 
 __all__ = ["KINDS", "Compute", "StepTime", "compute", "step_time"]
