@@ -179,8 +179,6 @@ def computation(model: ModelSpec, measured: Phases, forward_ms: float) -> Comput
         spread(measured.backward, 2.0),
         (0.0,) * len(model.units),
         measured.update / model.numel,
-        idle_forward=tuple(emulated),
-        idle_backward=tuple(2 * sleep for sleep in emulated),
     )
 
 
@@ -239,7 +237,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
             points.setdefault((Op(op), ShardFactor(*mesh)), []).append(point)
             console.print(
                 f"[dim]{op} {mesh[0]}x{mesh[1]} {point.bytes / 1e6:8.3f} MB {1e3 * point.seconds:9.2f} ms, the next "
-                f"{1e3 * (point.each or 0):9.2f} ms, stolen {1e3 * (point.stolen or 0):9.2f} ms[/]"
+                f"{1e3 * (point.each or point.seconds):9.2f} ms[/]"
             )
         if line.startswith(MACHINE):
             machine.update(json.loads(line.removeprefix(MACHINE)))

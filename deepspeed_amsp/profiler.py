@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 
 import torch
 
@@ -22,20 +22,17 @@ from deepspeed_amsp.mesh import Group, destroy_group, make_siblings
 from deepspeed_amsp.plan.factors import ShardFactor, divisors
 from deepspeed_amsp.plan.profile import Entry, Op, Point, meshes_needed
 from deepspeed_amsp.plan.specs import OPTIMIZERS
-from deepspeed_amsp.trace.clock import Clock, clock_for
+from deepspeed_amsp.trace.clock import clock_for
 
 KIB = 1024
-AT_ONCE, ROUNDS_AT_ONCE, ROUNDS_STOLEN = 4, 2, 3
-"""Messages that are issued together to see how far they overlap, how often, and how often one beside a computation."""
+AT_ONCE, ROUNDS_AT_ONCE = 4, 1
+"""Messages that are issued together to see how far they overlap, and how often: rather larger ones than more often."""
 
 UPDATED, UPDATES = 2**23, 6
 """Elements that are updated to see how fast memory is, more than caches hold; and how often."""
 
 CALLS = 100
 """Collectives over which the host's time is averaged."""
-
-CALIBRATION = 10
-"""Products of which the mean is what one takes."""
 
 DTYPE = torch.bfloat16
 """Working copies and gradients travel in 16 bits."""
@@ -155,9 +152,7 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
 
     def spent(point: Point) -> float:
         together = point.seconds + (AT_ONCE - 1) * (point.each or point.seconds)
-        beside = 3 * point.seconds  # a computation of its length, alone and lengthened to twice that
-        alone = point.seconds * (effort.repetitions + 1)
-        return at_once * (alone + together * ROUNDS_AT_ONCE + beside * ROUNDS_STOLEN)
+        return at_once * (point.seconds * (effort.repetitions + 1) + together * ROUNDS_AT_ONCE)
 
     left = effort.seconds - sum(map(spent, points.values()))
     for wished in effort.sizes:
@@ -194,7 +189,6 @@ class _Session:
         self._device = device
         self._comm = Communicator()
         self._clock = clock_for(device.type)
-        self._kernel = _Kernel(self._clock, device)
         self._world: Group | None = None
         self._token = torch.zeros(1, device=device)
         self._mesh: ShardFactor | None = None
@@ -216,9 +210,9 @@ class _Session:
         self._world = None
 
     def point(self, op: Op, size: int) -> tuple[Point, float]:
-        """Median over repetitions of the time in which the slowest rank was done, its interquartile range, by how
-        much later each further one of AT_ONCE is done, and what it takes of a computation; and the seconds that it took
-        to find them, the same number on all ranks."""
+        """Median over repetitions of the time in which the slowest rank was done, its interquartile range, and by how
+        much later each further one of AT_ONCE is done; and the seconds that it took to find them, the same number on
+        all ranks."""
         assert self._mesh is not None
         self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
         self._group = self._group or make_siblings(self._mesh, self._data_parallel)
@@ -230,67 +224,24 @@ class _Session:
         slowest = [max(repetition) for repetition in zip(*from_every_rank(mine), strict=True)]
         alone, together = slowest[: self._repetitions], slowest[self._repetitions :]
         seconds = median(alone)
-        stolen = self._stolen(issuing[0], seconds)
         took = max(from_every_rank(time.monotonic() - began))
         at_once = self._group.size if op is Op.BROADCAST else 1
         low, _, high = quantiles(alone, n=4, method="inclusive")
         # A disturbed measurement can be off in both directions; at the least, all go in the time of one.
         each = min(max((median(together) - seconds) / (AT_ONCE - 1), seconds / AT_ONCE), seconds)
-        return Point(size, *(figure / at_once for figure in (seconds, high - low, each, stolen))), took
-
-    def _stolen(self, issue: Callable[[], list[Ticket]], seconds: float) -> float:
-        """By how much longer a computation of about ``seconds`` takes beside the message; the mean over ranks."""
-        count = max(round(seconds / self._kernel.seconds), 1)
-
-        def computed(tickets_of: Callable[[], list[Ticket]]) -> float:
-            self._barrier()
-            tickets = tickets_of()  # what that takes of a host that computes is counted by itself (`_host_seconds`)
-            begin = self._clock.stamp()
-            self._kernel.run(count)
-            end = self._clock.stamp()
-            for ticket in tickets:
-                ticket.wait()
-            self._clock.settle()
-            return self._clock.seconds(end) - self._clock.seconds(begin)
-
-        more = median(computed(issue) - computed(list) for _ in range(ROUNDS_STOLEN))
-        return min(max(mean(from_every_rank(more)), 0.0), seconds)
-
-    def _barrier(self) -> None:
-        assert self._world is not None
-        self._comm.all_reduce(self._world, self._token, "barrier").wait()
-        self._clock.settle()
+        return Point(size, *(figure / at_once for figure in (seconds, high - low, each))), took
 
     def _round(self, issuing: Sequence[Callable[[], list[Ticket]]]) -> float:
         """Seconds from the first issue to the end of all."""
-        self._barrier()
+        assert self._world is not None
+        self._comm.all_reduce(self._world, self._token, "barrier").wait()
+        self._clock.settle()
         begin = self._clock.stamp()
         for ticket in [ticket for issue in issuing for ticket in issue()]:
             ticket.wait()
         end = self._clock.stamp()
         self._clock.settle()
         return self._clock.seconds(end) - self._clock.seconds(begin)
-
-
-class _Kernel:
-    """A computation that can be as long as is wanted: products of square matrices."""
-
-    def __init__(self, clock: Clock, device: torch.device) -> None:
-        side, dtype = (256, torch.float32) if waits_on_host(device) else (4096, DTYPE)
-        self._factor = torch.zeros(side, side, dtype=dtype, device=device)
-        self._product = torch.empty_like(self._factor)
-        self.run(CALIBRATION)
-        clock.settle()
-        begin = clock.stamp()
-        self.run(CALIBRATION)
-        end = clock.stamp()
-        clock.settle()
-        self.seconds = (clock.seconds(end) - clock.seconds(begin)) / CALIBRATION
-        """Of one product."""
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            torch.mm(self._factor, self._factor, out=self._product)
 
 
 def _issuing(comm: Communicator, op: Op, group: Group, size: int, device: torch.device) -> Callable[[], list[Ticket]]:

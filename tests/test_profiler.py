@@ -76,19 +76,17 @@ def test_groups_in_a_node_are_neighbours_and_those_across_take_one_of_each() -> 
 
 def measured_slowly(effort: Effort, delay_s: float, known: list[Entry]) -> list[tuple[Entry, Point]]:
     """With a backend on which every collective lands ``delay_s`` after its issue, beside the others."""
-    from deepspeed_amsp import mesh, profiler
+    from deepspeed_amsp import mesh
     from tests.support import slow
 
     mesh.GROUP_BACKEND = slow.NAME
     slow.configure(delay_s)
-    before, profiler.ROUNDS_STOLEN = profiler.ROUNDS_STOLEN, 1  # computing is what takes time here
     told: list[tuple[Entry, Point]] = []
     try:
         measure(TWO_BY_TWO, effort, torch.device("cpu"), known, lambda entry, point: told.append((entry, point)))
     finally:
         mesh.GROUP_BACKEND = None
         slow.configure()
-        profiler.ROUNDS_STOLEN = before
     return told
 
 
@@ -109,11 +107,11 @@ def test_times_are_those_of_the_collective_and_broadcasts_share_one() -> None:
         assert expected <= point.seconds < 2 * expected, entry
         assert 0 <= point.spread < 3 * expected
         assert point.each is not None and point.each < point.seconds / 2
-        assert point.stolen is not None and 0 <= point.stolen <= point.seconds
 
 
 def test_it_stops_where_messages_take_too_long_and_knows_that_when_resumed() -> None:
-    """Seven rounds of at least 40 ms for 1 KB leave next to nothing of 300 ms. Nor is there more a second time."""
+    """4 rounds of 40 ms and one of four messages for 1 KB leave 140 of 300 ms: not enough for 2 KB, which would take
+    460. Nor is it a second time."""
     effort = Effort((ShardFactor(1, 2),), (1 << 10, 1 << 20), repetitions=3, seconds=0.3)
     found = pool(4).run(measured_slowly, effort, 0.04, [])[0]
     assert [entry.op for entry, _ in found] == list(Op)
@@ -124,9 +122,9 @@ def test_it_stops_where_messages_take_too_long_and_knows_that_when_resumed() -> 
 
 
 def test_a_slow_network_gets_smaller_largest_messages() -> None:
-    """4 rounds of 40 ms, 2 of four messages, and one beside a computation of up to three times as long take 600 of
-    2629 ms for 1 KB: 3462 bytes at that price, 3460 in elements."""
-    effort = Effort((ShardFactor(1, 2),), (1 << 10, 1 << 20), repetitions=3, seconds=2.629)
+    """4 rounds of 40 ms and one of four messages take 320 of 1402 ms for 1 KB: 3462 bytes at that price, 3460 in
+    elements."""
+    effort = Effort((ShardFactor(1, 2),), (1 << 10, 1 << 20), repetitions=3, seconds=1.402)
     known = [Entry(op, ShardFactor(1, 2), (Point(1 << 10, 0.04),)) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER)]
     known += [Entry(op, ShardFactor(1, 2), (Point(1 << 20, 1.0),)) for op in (Op.ALL_REDUCE,)]
     found = pool(4).run(measured_slowly, effort, 0.01, known)[0]

@@ -37,20 +37,17 @@ class Point(NamedTuple):
 
     each: of several such messages issued together, how much later than the one before each is done. As long as
     ``seconds`` where nothing of one message overlaps with the next; None where that was not measured.
-    stolen: by how much longer a computation takes that runs meanwhile, at most ``seconds``; None likewise.
     """
 
     bytes: int
     seconds: float
     spread: float = 0.0
     each: float | None = None
-    stolen: float | None = None
 
     def divided(self, speed: float) -> Point:
-        """On a link ``speed`` times as fast, which takes no less of a computation: that is a matter of bytes."""
+        """On a link ``speed`` times as fast."""
         each = None if self.each is None else self.each / speed
-        stolen = None if self.stolen is None else min(self.stolen, self.seconds / speed)
-        return Point(self.bytes, self.seconds / speed, self.spread / speed, each, stolen)
+        return Point(self.bytes, self.seconds / speed, self.spread / speed, each)
 
 
 @dataclass(frozen=True)

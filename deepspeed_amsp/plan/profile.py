@@ -122,11 +122,6 @@ class Profile:
         measured messages that are issued together; analytic profiles have one after the other. Raises as `time`."""
         return self._figure(op, bytes, mesh, False, "each")
 
-    def stolen(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
-        """By how many seconds a collective lengthens the computation under which it travels: on a CPU the cores are
-        shared, on a GPU the multiprocessors and memory. 0 where nobody has measured it. Raises as `time`."""
-        return self._figure(op, bytes, mesh, False, "stolen") if self.links is None else 0.0
-
     def _figure(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool, figure: Figure) -> float:
         if not 0 <= bytes < math.inf:
             raise ProfileError(f"profile {self.name}: {op.value} of {bytes!r} bytes makes no sense.")

@@ -29,7 +29,7 @@ NUMBERS = ("peak_flops", "peak_flops_fp32", "gpu_memory", "memory_bandwidth", "h
 KEYS = ("version", "kind", "gpus_per_node", "nodes", "versions", "entries", "links", *TEXTS, *NUMBERS)
 
 
-Figure = Literal["seconds", "each", "stolen"]
+Figure = Literal["seconds", "each"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class Entry:
             return tuple(
                 Point(point.bytes, point.seconds if point.each is None else point.each) for point in self.points
             )
-        if figure == "stolen":
-            return tuple(Point(point.bytes, point.stolen or 0.0) for point in self.points)
         return self.points
 
     def with_point(self, point: Point) -> Entry:
@@ -95,20 +93,17 @@ def _check_points(where: str, points: tuple[Point, ...]) -> None:
 
 
 def _check_point(where: str, point: Point) -> None:
-    size, seconds, spread, each, stolen = point
+    size, seconds, spread, each = point
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ProfileError(f"{where}: bytes must be a whole number of at least 1, not {size!r}.")
     where = f"{where}, {size} bytes"
-    numbers = {"seconds": seconds, "spread": spread, "each": seconds if each is None else each, "stolen": stolen or 0.0}
-    for name, value in numbers.items():
+    for name, value in (("seconds", seconds), ("spread", spread), ("each", seconds if each is None else each)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ProfileError(f"{where}: {name} must be a number, not {value!r}.")
     if seconds <= 0 or spread < 0:
         raise ProfileError(f"{where}: seconds must be above 0 and spread not below 0, not {seconds!r} and {spread!r}.")
     if each is not None and not 0 < each <= seconds:
         raise ProfileError(f"{where}: each must be above 0 and at most seconds, {seconds!r}, not {each!r}.")
-    if stolen is not None and not 0 <= stolen <= seconds:
-        raise ProfileError(f"{where}: stolen must be at least 0 and at most seconds, {seconds!r}, not {stolen!r}.")
 
 
 def check_plausible(entries: tuple[Entry, ...]) -> None:

@@ -19,8 +19,7 @@ class Compute:
     """Seconds of computation: forward and backward by unit for one micro-batch, and an update of one element.
 
     recomputed: for a unit whose layer is recomputed, the forward that its backward repeats (0 otherwise).
-    fixed: seconds of a step that are neither, on the host. idle_forward, idle_backward: by unit, what of it leaves the
-    device free for communication (computation that is emulated); () for nothing.
+    fixed: seconds of a step that are neither, on the host.
     """
 
     forward: tuple[float, ...]
@@ -28,8 +27,6 @@ class Compute:
     recomputed: tuple[float, ...]
     update: float
     fixed: float = 0.0
-    idle_forward: tuple[float, ...] = ()
-    idle_backward: tuple[float, ...] = ()
 
     def step(self, micro_batches: int) -> float:
         """Seconds of M micro-batches without any communication and update."""
@@ -54,8 +51,6 @@ class Replay:
     plan: Plan
     times: Compute
     now: float = 0.0
-    owed: float = 0.0
-    """Seconds by which what is under way lengthens computation, as far as it has not yet."""
     updating: float = 0.0
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -66,10 +61,7 @@ class Replay:
     kept: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        nothing = (0.0,) * len(self.times.forward)
         self.total_forward = sum(self.times.forward)
-        self.idle_forward = self.times.idle_forward or nothing
-        self.idle_backward = self.times.idle_backward or nothing
 
     def send(self, stages: Timed) -> float:
         """Arrival of what is sent now."""
@@ -86,18 +78,6 @@ class Replay:
         """What the first stage takes of the thread that computes; later ones are issued beside it."""
         if stages:
             self.now += stages[0].host
-            for stage in stages:
-                self.owed += stage.stolen
-
-    def compute(self, seconds: float, idle: float = 0.0) -> None:
-        """Computation goes on, ``idle`` of it without the device. What communication takes of the device lengthens the
-        rest, to twice its time at most: the two share it."""
-        if self.owed:
-            self.owed = max(self.owed - idle, 0.0)
-            more = min(self.owed, seconds - idle)
-            self.owed -= more
-            seconds += more
-        self.now += seconds
 
     def occupy(self, stage: Stage, ready: float) -> float:
         """First come, first served; when it is done."""
@@ -134,7 +114,6 @@ class Replay:
         """Computation stands until then."""
         if until > self.now:
             self.exposed[kind] += until - self.now
-            self.owed = max(self.owed - (until - self.now), 0.0)
             self.now = until
 
     def skip(self, seconds: float) -> None:
@@ -169,9 +148,9 @@ class Replay:
 
     def update(self, index: int) -> None:
         """Until the slowest owner of a bucket has done its part."""
-        before = self.now
-        self.compute(self.times.update * self.sends.updates[index])
-        self.updating += self.now - before
+        seconds = self.times.update * self.sends.updates[index]
+        self.now += seconds
+        self.updating += seconds
 
     # --- a micro-batch ---------------------------------------------------------------------------------------
 
@@ -204,17 +183,17 @@ class Replay:
                 issued += 1
             if arrivals[unit] > self.now:
                 self.wait(arrivals[unit], "gather")
-            self.compute(self.times.forward[unit], self.idle_forward[unit])
+            self.now += self.times.forward[unit]
         self.keep()
 
     def forward_whole(self, first: bool) -> None:
         """Nothing to gather: only what the last step published is waited for."""
-        if not (first and self.published) and not self.owed:
+        if not (first and self.published):
             self.now += self.total_forward
             return
         for unit, seconds in enumerate(self.times.forward):
             self.await_publish(unit)
-            self.compute(seconds, self.idle_forward[unit])
+            self.now += seconds
 
     def keep(self) -> None:
         """The last units used stay gathered, as far as they may."""
@@ -245,7 +224,7 @@ class Replay:
                 if arrival > self.now:
                     self.wait(arrival, "gather")
             for member in reversed(run) if run else (unit,):
-                self.compute(self.times.backward[member], self.idle_backward[member])
+                self.now += self.times.backward[member]
                 self.reduce(member, pending, arrived, routes)
             unit = (run.start if run else unit) - 1
         self.kept.clear()
@@ -265,7 +244,7 @@ class Replay:
                     gathered[coming] = self.gather(coming)
                 if arrival > self.now:
                     self.wait(arrival, "gather")
-            self.compute(self.times.recomputed[unit], self.idle_forward[unit])
+            self.now += self.times.recomputed[unit]
 
     def gather(self, unit: int) -> float:
         """Issue it, unless it was kept; when it will have arrived."""

@@ -17,14 +17,12 @@ NODE, CROSS = 0, 1
 
 class Stage(NamedTuple):
     """One stage of what is sent: on which link, how long it takes, and for how much of that it keeps the link from
-    what comes next (`Profile.busy`). host: seconds that issuing and awaiting it keeps computation, if it does.
-    stolen: by how much it lengthens the computation that runs meanwhile."""
+    what comes next (`Profile.busy`). host: seconds that issuing and awaiting it keeps computation, if it does."""
 
     link: int
     seconds: float
     busy: float
     host: float
-    stolen: float
 
 
 Timed = list[Stage]
@@ -64,8 +62,7 @@ def _timed(stages: Stages, profile: Profile) -> Timed:
         link = CROSS if message.mesh.s1 > 1 else NODE
         # Interpolated apart from each other, so that the two may cross.
         seconds = profile.time(*what)
-        busy, stolen = (min(value, seconds) for value in (profile.busy(*what), profile.stolen(*what)))
-        figures = (seconds, busy, profile.host_seconds or 0.0, stolen)
+        figures = (seconds, min(profile.busy(*what), seconds), profile.host_seconds or 0.0)
         timed.append(Stage(link, *(message.copies * value for value in figures)))
     return timed
 

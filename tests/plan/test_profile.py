@@ -243,19 +243,18 @@ def test_impossible_scales_are_refused(factor: float) -> None:
         BUILTIN["a800-hdr"].scaled(inter=factor)
 
 
-def test_further_messages_and_computation_have_times_of_their_own() -> None:
-    """Each interpolated as time is; where nobody measured, messages follow each other and take nothing."""
-    points = (Point(1000, 0.5, 0.0, each=0.25, stolen=0.1), Point(3000, 1.5, 0.0, each=0.75, stolen=0.3))
+def test_further_messages_have_times_of_their_own() -> None:
+    """Interpolated as time is; where nobody measured, messages follow each other."""
+    points = (Point(1000, 0.5, 0.0, each=0.25), Point(3000, 1.5, 0.0, each=0.75))
     node = ShardFactor(2)
     for profile in (found := Profile("full", 2, 1, (Entry(Op.ALL_REDUCE, node, points),)), found.scaled(intra=2.0)):
         speed = found.time(Op.ALL_REDUCE, 2000, node) / profile.time(Op.ALL_REDUCE, 2000, node)
         assert speed == pytest.approx(1.0 if profile is found else 2.0)
         assert profile.busy(Op.ALL_REDUCE, 2000, node) == pytest.approx(0.5 / speed)
-        assert profile.stolen(Op.ALL_REDUCE, 2000, node) == pytest.approx(0.2)
     plain = Profile("plain", 2, 1, (Entry(Op.ALL_REDUCE, node, tuple(Point(*p[:2]) for p in points)),))
     for profile in (plain, BUILTIN["a800-hdr"]):
         asked = Op.ALL_REDUCE, 2000.0, node
-        assert (profile.busy(*asked), profile.stolen(*asked)) == (profile.time(*asked), 0.0)
+        assert profile.busy(*asked) == profile.time(*asked)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
@@ -336,7 +335,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         changed(lambda v: first_points(v)[0].update(each=1e3)),
         "each must be above 0 and at most seconds",
     ),
-    "stolen": (changed(lambda v: first_points(v)[0].update(stolen=-1e-9)), "stolen must be at least 0 and at most"),
     "host": (changed(lambda v: v.update(host_seconds=0)), "host_seconds must be a number above 0"),
     "entry twice": (changed(lambda v: v["entries"].append(v["entries"][0])), "all_gather on 2x1 stands there twice"),
     "unknown op": (

@@ -95,15 +95,6 @@ def test_issuing_takes_its_time_of_the_computing_thread() -> None:
     assert other - one == 3 * 3 + 3 * 2 * 3
 
 
-def test_what_communication_takes_of_the_device_lengthens_computation() -> None:
-    """DDP, half of each AR's 48 s: 24 s more for the backward of the second and of the first unit, under which the
-    others' buckets travel. Where 90 of its 100 s leave the device free, nothing is left to be taken."""
-    work = times(50, 50, 50)
-    assert step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(stolen=0.5), work).seconds == 450 + 2 * 24 + 48
-    free = replace(work, idle_backward=(90.0, 90.0, 90.0))
-    assert step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(stolen=0.5), free).seconds == 450 + 48
-
-
 def test_a_recomputed_layer_gathers_the_one_before() -> None:
     """Two layers of one unit: backward gathers layer 1 (16 exposed), with it layer 0; forwards are repeated."""
     model = matrices(1, 1, layers=(0, 1))

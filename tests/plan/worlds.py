@@ -19,14 +19,12 @@ class Paid:
         latency: seconds of every message on top.
         busy: part of a message's time in which the next one cannot be under way.
         host: see `Profile.host_seconds`.
-        stolen: part of a message's time that it takes of a computation.
     """
 
-    def __init__(self, latency: float = 0.0, busy: float = 1.0, host: float | None = None, stolen: float = 0.0) -> None:
+    def __init__(self, latency: float = 0.0, busy: float = 1.0, host: float | None = None) -> None:
         self.latency = latency
         self.share = busy
         self.host_seconds = host
-        self.taken = stolen
 
     def time(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool = False) -> float:
         assert mesh.size > 1, "what stays on a GPU is free and never asked for"
@@ -34,9 +32,6 @@ class Paid:
 
     def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
         return self.share * self.time(op, bytes, mesh)
-
-    def stolen(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
-        return self.taken * self.time(op, bytes, mesh)
 
 
 def matrices(*rows: int, columns: int = 8, layers: tuple[int | None, ...] = ()) -> ModelSpec:
@@ -53,5 +48,5 @@ def sharding(p: tuple[int, int], g: tuple[int, int], os: tuple[int, int], dp: tu
     return Sharding(ShardFactor(*p), ShardFactor(*g), ShardFactor(*os), ShardFactor(*dp))
 
 
-def priced(latency: float = 0.0, busy: float = 1.0, host: float | None = None, stolen: float = 0.0) -> Any:
-    return Paid(latency, busy, host, stolen)
+def priced(latency: float = 0.0, busy: float = 1.0, host: float | None = None) -> Any:
+    return Paid(latency, busy, host)
