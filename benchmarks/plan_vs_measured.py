@@ -20,6 +20,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
@@ -133,7 +134,10 @@ def on_rank(job: dict[str, Any]) -> None:
             print(POINT + json.dumps(values), flush=True)
 
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
-    profiler.measure(cluster, profiler.quick(cluster), torch.device("cpu"), [], tell)
+    effort = profiler.quick(cluster)
+    if job["profile_seconds"]:
+        effort = replace(effort, seconds=job["profile_seconds"])
+    profiler.measure(cluster, effort, torch.device("cpu"), [], tell)
     found = profiler.machine(cluster, torch.device("cpu"))
     computation = run_alone(job)
     if first:
@@ -259,6 +263,7 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
         "steps": args.steps,
         "forward_ms": args.forward_ms,
         "bucket_bytes": args.bucket_bytes,
+        "profile_seconds": args.profile_seconds,
     }
     patience = 300 + sum(60 + 6.0 * (args.steps + 3) * row.micro_batches for row in rows) * args.rounds
     env = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -361,6 +366,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
     parser.add_argument("--forward-ms", type=float, default=80, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
+    parser.add_argument("--profile-seconds", type=float, help="as --seconds of amsp profile; slow links need more")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
