@@ -3,10 +3,12 @@
 # PYTHON=python3.12          another interpreter for the environments
 # PIP_FLAGS="--index-url …"  further options of `pip install`
 # DEMO_FLAGS="--data DIR"    further options of examples/train_llama.py
+# COMPARE_FLAGS="--only amsp --only zero1"  further options of `amsp compare`
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 DEMO_FLAGS ?=
+COMPARE_FLAGS ?=
 DEEPSPEED := 0.19.8
 VERSIONS := 0.19.5 0.19.6 newest
 
@@ -23,7 +25,7 @@ define environment
 	touch $@
 endef
 
-.PHONY: demo test lint test-versions clean $(VERSIONS:%=test-on-%)
+.PHONY: demo compare test lint test-cluster test-versions clean $(VERSIONS:%=test-on-%)
 
 # Four CPU ranks of one machine, cut into 2 nodes of 2 by topology.gpus_per_node. The port is a free one.
 demo: $(VENV)/.demo
@@ -32,12 +34,25 @@ demo: $(VENV)/.demo
 	  examples/train_llama.py --deepspeed --deepspeed_config configs/amsp_demo.json \
 	  --run-dir runs/demo --max-seconds 130 $(DEMO_FLAGS)
 
+# Every strategy on an emulated cluster of 2 nodes x 2 ranks: about 7 minutes on two quiet cores, and some more the
+# first time for the environment of MiCS, which is made beside the others. Slow links need root and iproute2.
+compare: $(VENV)/.demo
+	AMSP_COMPARE_ENVIRONMENTS=$(CURDIR)/.venv-compare DS_ACCELERATOR=cpu PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	  $(VENV)/bin/amsp compare --config configs/ab.yaml $(COMPARE_FLAGS)
+
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# DeepSpeed's launcher between two nodes that are emulated on this machine, through pdsh and ssh. Needs root. On Debian
+# and its relatives it installs what is missing; the package of the ssh server may start the machine's own, too.
+test-cluster: $(VENV)/.test
+	command -v sshd && command -v pdsh && command -v ip || \
+	  { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client pdsh iproute2; }
+	AMSP_NIGHTLY=1 $(VENV)/bin/python -m pytest tests/cluster
 
 # The engine's tests on each supported DeepSpeed, each in an environment of its own.
 test-versions: $(VERSIONS:%=test-on-%)
@@ -62,5 +77,5 @@ $(VENV)/.test: $(INPUTS)
 comma := ,
 
 clean:
-	rm -rf $(VENV) .venv-ds-* runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ds-* .venv-compare runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

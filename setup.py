@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["deepspeed_amsp", "deepspeed_amsp.*"]),
     package_data={"deepspeed_amsp": ["py.typed"]},
-    install_requires=["torch>=2.7", "deepspeed>=0.19.5,<0.20", "pydantic>=2", "typer>=0.12", "rich>=13"],
+    install_requires=["torch>=2.7", "deepspeed>=0.19.5,<0.20", "pydantic>=2", "pyyaml>=6", "typer>=0.12", "rich>=13"],
     entry_points={"console_scripts": ["amsp = deepspeed_amsp.cli.app:main"]},
     extras_require={"demo": DEMO, "test": TEST},
 )

@@ -29,13 +29,14 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_amsp.compare.catalog import from_block
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
 from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
-from tests.bench.rows import MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
+from tests.bench.rows import CONFIG, MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 POINT, MACHINE, ALONE = "POINT ", "MACHINE ", "ALONE "
@@ -64,16 +65,6 @@ def plans(nodes: int) -> list[Factors]:
 # ---- the ranks ---------------------------------------------------------------------------------------------
 
 
-class Alone(Row):
-    """DDP's row in a world of one rank."""
-
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        config = super().ds_config
-        config["amsp"]["topology"] = {"gpus_per_node": 1}
-        return config
-
-
 def alone(job: dict[str, Any]) -> None:
     """In a process of its own: seconds of forward, backward and update of the engine that has nobody to talk to."""
     from examples import cpu
@@ -81,14 +72,23 @@ def alone(job: dict[str, Any]) -> None:
     cpu.prepare()
 
     import deepspeed
+    import torch
 
-    from tests.bench.overlap_ranks import Clock, train_amsp
+    from deepspeed_amsp.compare.measure import Clock, Data, train_step
+    from deepspeed_amsp.compare.strategies import trainer_for
+    from deepspeed_amsp.compare.strategies.base import Work
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    clock = Clock()
-    row = Alone((ONE, ONE, ONE), 1, 0, bucket_bytes=job["bucket_bytes"])
-    train_amsp(row, WARM_UP_STEPS + job["steps"], job["forward_ms"], clock)
-    kept = [part[WARM_UP_STEPS:] for part in (clock.forward, clock.backward, clock.update)]
+    strategy = from_block("amsp", "alone", {"sharding": "ddp", "bucket_bytes": job["bucket_bytes"]}, (1, 1))
+    alone_there = CONFIG.cluster.model_copy(update={"nodes": 1, "ranks_per_node": 1})
+    config = CONFIG.model_copy(update={"cluster": alone_there})
+    work = Work(strategy, config, 1, torch.device("cpu"), (job["forward_ms"], 2 * job["forward_ms"]))
+    trainer, data, clock = trainer_for(work), Data(work, 0), Clock()
+    for step in range(WARM_UP_STEPS + job["steps"]):
+        clock.begin_step()
+        train_step(trainer, clock, data.step(step))
+    trainer.close()
+    kept = [clock.phases[phase][WARM_UP_STEPS:] for phase in ("forward", "backward", "update")]
     print(RESULT + json.dumps([median(part) for part in kept]), flush=True)
 
 
@@ -159,8 +159,8 @@ def model_spec() -> ModelSpec:
     """The benchmark's LLaMA."""
     import torch
 
+    from deepspeed_amsp.compare.llama import Llama
     from deepspeed_amsp.module_spec import model_spec as spec_of
-    from examples.llama import Llama
 
     with torch.device("meta"):
         return spec_of(Llama(MODEL), "llama-13.8M")

@@ -30,6 +30,11 @@ def install_with_deepspeed() -> None:
         sys.meta_path.insert(0, _AfterDeepSpeed())
 
 
+def stay_out() -> None:
+    """Undo `install_with_deepspeed`: this process works with a DeepSpeed that our engine does not support."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterDeepSpeed)]
+
+
 class _AfterDeepSpeed(MetaPathFinder):
     """Finds DeepSpeed as anybody would, and installs the engine when its import is over."""
 

@@ -31,11 +31,11 @@ from bytes_data import (  # noqa: E402
     validation_windows,
 )
 from deepspeed.accelerator import get_accelerator  # noqa: E402
-from llama import Llama, LlamaConfig, parameter_count  # noqa: E402
 from report import Monitor, Summary, finish, gather_engine_facts  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import deepspeed_amsp  # noqa: E402  (from here on deepspeed.initialize obeys an "amsp" block)
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from deepspeed_amsp.cli.checkpoint import checkpoint, export
+from deepspeed_amsp.cli.compare import compare
 from deepspeed_amsp.cli.options import LOCAL_RANK
 from deepspeed_amsp.cli.plan import OneLine, plan
 from deepspeed_amsp.cli.profile import profile
@@ -24,6 +25,7 @@ def amsp(ctx: typer.Context, local_rank: Annotated[int | None, LOCAL_RANK] = Non
 app.command(context_settings=CONTEXT)(trace)
 app.command()(profile)
 app.command(cls=OneLine)(plan)
+app.command()(compare)
 app.command()(export)
 app.add_typer(checkpoint, name="checkpoint")
 

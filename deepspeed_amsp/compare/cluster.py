@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -39,6 +40,7 @@ _PREFIX = "amsp-"
 _OWNED = re.compile(rf"{_PREFIX}(\d+)-\d+-(?:sw|n\d+)")
 _NAMESPACES = Path("/run/netns")
 _FIRST_PORT = 20001  # below the ephemeral ports, from which gloo takes its own
+_EPHEMERAL_PORT = 32768
 _numbers = itertools.count()
 
 
@@ -50,20 +52,23 @@ class ClusterUnavailable(RuntimeError):
 class ClusterSpec:
     """nodes of ranks_per_node ranks; rates in Mbit/s (1e6 bits), each direction by itself.
 
-    lo_mbit: rate between the ranks of a node; None for as fast as memory.
+    lo_mbit: rate between the ranks of a node; None for as fast as memory. spine_mbit: rate of the link between the
+    two halves of the nodes, each on a switch of its own; None for one switch.
     """
 
     nodes: int
     ranks_per_node: int
     nic_mbit: float
     lo_mbit: float | None = None
+    spine_mbit: float | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the field."""
         for name, value, most in (("nodes", self.nodes, 250), ("ranks_per_node", self.ranks_per_node, 1024)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
-        for name, rate in (("nic_mbit", self.nic_mbit), ("lo_mbit", self.lo_mbit)):
+        rates = (("nic_mbit", self.nic_mbit), ("lo_mbit", self.lo_mbit), ("spine_mbit", self.spine_mbit))
+        for name, rate in rates:
             if rate is not None and not 1 <= rate <= 1e6:
                 raise ValueError(f"{name} must be from 1 to 1e6 Mbit/s, not {rate!r}")
 
@@ -125,6 +130,10 @@ class Loopback:
         Raises:
             RankFailed: a rank failed (the first one's traceback) or time is up; the others have been killed.
         """
+        return run_ranks(self.commands(command, env), timeout_s, on_line)
+
+    def commands(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> list[RankCommand]:
+        """What `run` starts, by rank: one world with a port of its own. Several worlds can share a `run_ranks`."""
         port = str(self._port())
         ranks = []
         for rank in range(self.spec.world_size):
@@ -144,15 +153,18 @@ class Loopback:
                 **(env or {}),
             }
             ranks.append(RankCommand([*self._enter(node), *command], variables))
-        return run_ranks(ranks, timeout_s, on_line)
+        return ranks
 
     def counters(self, node: int) -> dict[str, Bytes]:
         """Bytes of a node's interfaces; empty here, because all nodes share the machine's loopback."""
         return {}
 
     def _port(self) -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return int(server.getsockname()[1])
+        """A free one. It is used seconds later, when ranks listen: an ephemeral one would be somebody's by then."""
+        while True:
+            port = random.randrange(_FIRST_PORT, _EPHEMERAL_PORT)
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
 
     def _network(self) -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -183,6 +195,14 @@ class Cluster(Loopback):
             raise ValueError(f"node must be from 0 to {self.spec.nodes - 1}, not {node}")
         return f"{self._name}-n{node}"
 
+    def on_node(self, node: int, command: Sequence[str]) -> list[str]:
+        """``command`` as it runs on a node, for whoever starts it himself: a server, a launcher of its own."""
+        return [*self._enter(node), *command]
+
+    def address(self, node: int) -> str:
+        """Where the others reach a node."""
+        return _address(node)
+
     def counters(self, node: int) -> dict[str, Bytes]:
         """Bytes of a node's ``e0`` (to other nodes) and ``lo`` (between its ranks)."""
         links = json.loads(_tool("ip", "-n", self.namespace(node), "-s", "-j", "link", "show"))
@@ -192,18 +212,19 @@ class Cluster(Loopback):
         """Build it. Raises ClusterUnavailable; `remove` takes down what had been built until then."""
         switch = f"{self._name}-sw"
         self._add(switch)
-        _tool("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _tool("ip", "-n", switch, "link", "set", "br0", "up")
+        bridges = ["br0"] if self.spec.spine_mbit is None else ["br0", "br1"]
+        for bridge in bridges:
+            _tool("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+            _tool("ip", "-n", switch, "link", "set", bridge, "up")
+        if self.spec.spine_mbit is not None:
+            self._join(switch, bridges, self.spec.spine_mbit)
         for node, name in enumerate(self.namespaces):
             self._add(name)
             port = f"p{node}"
             _tool("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "e0", "netns", name)
-            _tool("ip", "-n", switch, "link", "set", port, "master", "br0")
+            _tool("ip", "-n", switch, "link", "set", port, "master", bridges[node * len(bridges) // self.spec.nodes])
             for where, link in ((switch, port), (name, "e0")):
-                # Frames of 64 KB would exceed the bucket's burst; these are cut into ones that fit.
-                _tool("ip", "-n", where, "link", "set", link, "gso_max_size", "16384", "gso_max_segs", "8")
-                _limit(where, link, self.spec.nic_mbit, "burst", "64kb", "limit", "4mb")
-                _tool("ip", "-n", where, "link", "set", link, "up")
+                _shape(where, link, self.spec.nic_mbit)
             _tool("ip", "-n", name, "addr", "add", f"{_address(node)}/24", "dev", "e0")
             _tool("ip", "-n", name, "link", "set", "lo", "up")
             if self.spec.lo_mbit is not None:
@@ -213,6 +234,14 @@ class Cluster(Loopback):
         """Delete the namespaces, and with them bridge and links. May be called twice."""
         while self._made:
             _delete(self._made.pop())
+
+    def _join(self, switch: str, bridges: Sequence[str], mbit: float) -> None:
+        """A link between two bridges."""
+        ends = ("spine0", "spine1")
+        _tool("ip", "-n", switch, "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for end, bridge in zip(ends, bridges, strict=True):
+            _tool("ip", "-n", switch, "link", "set", end, "master", bridge)
+            _shape(switch, end, mbit)
 
     def _add(self, name: str) -> None:
         self._made.append(name)  # first: an interrupted command may have done its work
@@ -309,6 +338,14 @@ def host_name(node: int) -> str:
 
 def _address(node: int) -> str:
     return f"10.77.0.{node + 1}"
+
+
+def _shape(namespace: str, link: str, mbit: float) -> None:
+    """Limit a link of the network and bring it up."""
+    # Frames of 64 KB would exceed the bucket's burst; these are cut into ones that fit.
+    _tool("ip", "-n", namespace, "link", "set", link, "gso_max_size", "16384", "gso_max_segs", "8")
+    _limit(namespace, link, mbit, "burst", "64kb", "limit", "4mb")
+    _tool("ip", "-n", namespace, "link", "set", link, "up")
 
 
 def _limit(namespace: str, link: str, mbit: float, *bucket: str) -> None:

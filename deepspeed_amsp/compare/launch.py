@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 OnLine = Callable[[int, str], None]
+OnTurn = Callable[[], None]
 
 GRACE_S = 1.0
 """How long the others may go on once a rank has failed: the one that we see first may not have been the first."""
@@ -91,8 +92,15 @@ class _Rank:
         return str(number)
 
 
-def run_ranks(commands: Sequence[RankCommand], timeout_s: float, on_line: OnLine | None = None) -> list[str]:
+def run_ranks(
+    commands: Sequence[RankCommand],
+    timeout_s: float,
+    on_line: OnLine | None = None,
+    on_turn: OnTurn | None = None,
+) -> list[str]:
     """Run all commands at the same time, each in a session of its own; their last lines of output, in order.
+
+    on_turn is called every 20 ms or so; what it raises ends the run, as does what on_line raises.
 
     However this function ends, by return or by any exception (a signal's, too), no rank is left, nor what
     ranks have started in their process groups.
@@ -112,7 +120,7 @@ def run_ranks(commands: Sequence[RankCommand], timeout_s: float, on_line: OnLine
                 assert stdout is not None
                 os.set_blocking(stdout.fileno(), False)
                 selector.register(stdout, selectors.EVENT_READ, ranks[-1])
-            late = _watch(ranks, selector, timeout_s, on_line)
+            late = _watch(ranks, selector, timeout_s, on_line, on_turn or (lambda: None))
         finally:
             _end(ranks)
     if late or any(rank.failed for rank in ranks):
@@ -132,7 +140,13 @@ def _start(number: int, command: RankCommand) -> _Rank:
     return _Rank(number, process)
 
 
-def _watch(ranks: Sequence[_Rank], selector: selectors.BaseSelector, timeout_s: float, on_line: OnLine | None) -> bool:
+def _watch(
+    ranks: Sequence[_Rank],
+    selector: selectors.BaseSelector,
+    timeout_s: float,
+    on_line: OnLine | None,
+    on_turn: OnTurn,
+) -> bool:
     """Read output until all ranks have ended, one failed, or time is up; True for the last."""
     deadline = time.monotonic() + timeout_s
     failing = False
@@ -141,6 +155,7 @@ def _watch(ranks: Sequence[_Rank], selector: selectors.BaseSelector, timeout_s: 
         for key, _ in selector.select(0.02):
             if not _read(key.data, on_line):
                 selector.unregister(key.fileobj)
+        on_turn()
         for rank in ranks:
             rank.look()
         if all(rank.status is not None for rank in ranks):

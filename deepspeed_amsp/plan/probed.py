@@ -1,6 +1,6 @@
 """Activations of the paper's models, as `deepspeed_amsp.probe` measured them.
 
-Made by tests/plan/probed_figures.py. They are those of examples/llama.py in bf16 for one sequence, on CPU kernels,
+Made by tests/plan/probed_figures.py. They are those of compare/llama.py in bf16 for one sequence, on CPU kernels,
 without fused norms or activations.
 """
 

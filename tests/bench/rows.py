@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from deepspeed_amsp.compare.catalog import Strategy, built_in, from_block
 from deepspeed_amsp.compare.cluster import ClusterSpec
-from examples.llama import LlamaConfig, parameter_count
+from deepspeed_amsp.compare.config import CompareConfig
+from deepspeed_amsp.compare.llama import LlamaConfig, parameter_count
+from deepspeed_amsp.compare.results import LIMIT
 
 NODES, RANKS_PER_NODE = 2, 2
 WARM_UP_STEPS = 2
 RESULT = "RESULT "
 """Before the JSON of a result in what rank 0 prints."""
-MODEL = LlamaConfig(dim=448, heads=7, ffn=1088)
+CONFIG = CompareConfig(strategies=(LIMIT,))
+"""The model, its data and how it is trained: what `amsp compare` takes by default."""
+MODEL = LlamaConfig(**CONFIG.model.shape.model_dump())
 PHI = 2 * parameter_count(MODEL)
 """Bytes of the parameters in bf16."""
 
@@ -57,29 +62,19 @@ class Row:
         switches = "" if self.factors is None else f" {self.overlap}"
         return f"{self.plan}{switches} M={self.micro_batches} {self.nic_mbit:g}Mbit"
 
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        """The row as a ds_config."""
-        assert self.factors is not None
+    def strategy(self, nodes: int) -> Strategy:
+        """What `amsp compare` trains for this row."""
+        shape = (RANKS_PER_NODE, nodes)
+        if self.factors is None:
+            return built_in(LIMIT, shape)
         p, g, states = self.factors
         block: dict[str, Any] = {
             "sharding": {"parameters": list(p), "gradients": list(g), "optimizer_states": list(states)},
             "overlap": TABLE_V[self.overlap],
             "bucket_bytes": self.bucket_bytes,
-            "topology": {"gpus_per_node": RANKS_PER_NODE},
+            "hierarchical": self.hierarchical,
         }
-        if self.hierarchical:
-            block["hierarchical"] = True
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": self.micro_batches,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 1_000_000,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
-            "zero_optimization": {"stage": 3 if p != (1, 1) else 2 if g != (1, 1) else 1},
-            "amsp": block,
-        }
+        return from_block("amsp", self.name, block, shape)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from examples.llama import Llama, LlamaConfig, parameter_count, rope_tables, rotate
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count, rope_tables, rotate
 
 TINY = LlamaConfig(dim=32, layers=2, heads=4, ffn=48)
 GROUPED = replace(TINY, kv_heads=2)

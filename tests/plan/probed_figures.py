@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from deepspeed_amsp import probe
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig
 from deepspeed_amsp.plan.models import PAPER_MODELS, PAPER_VOCAB
 from deepspeed_amsp.plan.specs import Activations
-from examples.llama import Llama, LlamaConfig
 
 TARGET = Path(__file__).resolve().parents[2] / "deepspeed_amsp" / "plan" / "probed.py"
 HEAD = '''"""Activations of the paper's models, as `deepspeed_amsp.probe` measured them.
 
-Made by tests/plan/probed_figures.py. They are those of examples/llama.py in bf16 for one sequence, on CPU kernels,
+Made by tests/plan/probed_figures.py. They are those of compare/llama.py in bf16 for one sequence, on CPU kernels,
 without fused norms or activations.
 """
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count
 from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.partition.params import find_units
 from deepspeed_amsp.plan.models import FAMILIES, PAPER_MODELS, from_config, load_model, named_model, read_config
 from deepspeed_amsp.plan.specs import ModelSpec, SpecError
-from examples.llama import Llama, LlamaConfig, parameter_count
 
 LLAMA = {
     "model_type": "llama",

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_amsp import probe
+from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count
 from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.plan.activations import BESIDE_EXPERTS, activation_bytes
 from deepspeed_amsp.plan.models import named_model
 from deepspeed_amsp.plan.probed import PROBED
 from deepspeed_amsp.plan.specs import Activations, Mixture, SpecError, TrainSpec
-from examples.llama import Llama, LlamaConfig, parameter_count
 from tests.plan.probed_figures import figures
 
 SMALL = LlamaConfig(vocab=64, dim=32, layers=3, heads=2, ffn=48)

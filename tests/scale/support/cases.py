@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from deepspeed_amsp.compare.llama import LlamaConfig
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
-from examples.llama import LlamaConfig
 
 GPUS_PER_NODE, NODES = 8, 128
 WORLD = GPUS_PER_NODE * NODES

@@ -139,7 +139,7 @@ def _engine(plan: ScalePlan, model: Model) -> Any:
     import deepspeed
 
     import deepspeed_amsp
-    from examples.llama import Llama
+    from deepspeed_amsp.compare.llama import Llama
 
     module = Llama(model.config())
     # fused needs no host read of its step counters.

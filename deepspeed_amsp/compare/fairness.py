@@ -1,0 +1,34 @@
+"""What is the same for every strategy, in sentences for the report. The code is in `fair`, `scale` and `strategies`."""
+
+from __future__ import annotations
+
+from deepspeed_amsp.compare.config import CompareConfig
+from deepspeed_amsp.compare.environments import MICS_DEEPSPEED
+
+
+def common(config: CompareConfig) -> list[str]:
+    """On every machine."""
+    return [
+        "same initial weights, batches, AdamW (fused), learning rate and micro-batches; bf16 with fp32 masters",
+        f"gradients are clipped at {config.training.clipping:g} by every strategy, explicitly",
+        f"buckets of {config.bucket_bytes / 1e6:g} MB wherever a strategy has buckets",
+        "ZeRO-3, hpZ and MiCS: max_live_parameters, prefetch and reuse distance follow the size of a block (with the "
+        "defaults of 1e9 a small model is never gathered again in backward)",
+    ]
+
+
+def on_gloo(config: CompareConfig) -> list[str]:
+    """On CPUs."""
+    replaced = (
+        "gloo's reduce-scatter is an AllReduce of twice the bytes: replaced by all-to-all and a sum in fp32, for every "
+        "strategy alike"
+    )
+    return [
+        replaced if config.fair_reduce_scatter else "reduce-scatter is gloo's own, an AllReduce of twice the bytes",
+        "gloo cannot coalesce: coalesced all-gathers of MiCS are issued one by one",
+    ]
+
+
+def of_mics() -> str:
+    """Where it takes part."""
+    return f"MiCS runs on DeepSpeed {MICS_DEEPSPEED}, the last release in which it works"
