@@ -1,12 +1,15 @@
 """Does the planner's step time come true? Profile an emulated cluster, predict, measure, compare.
 
     python -m benchmarks.plan_vs_measured                 # 2x2 and 4x2, about 15 minutes on two quiet cores
-    python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3
+    python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3 --out kept.jsonl
+    python -m benchmarks.plan_vs_measured --from kept.jsonl               # all launches that were kept, as one table
 
-Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, trains without
-communication (what computation takes), and then every plan. Predictions use the profile and the computation of the
-same launch, nothing that was measured on a plan. Compute time is emulated: every block of a real LLaMA of 13.8M
-parameters takes 40 ms more in forward and 80 ms more in backward, in which the CPU is free.
+Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, runs the engine on
+every rank by itself (what computation takes, with hooks, copies and updates, and nothing sent), and then trains every
+plan. Predictions use the profile and the computation of the same launch, nothing that was measured on a plan. Compute
+time is emulated: every block of a real LLaMA of 13.8M parameters takes 80 ms more in forward and 160 ms more in
+backward, in which the CPU is free. All "nodes" share the cores of one machine, and what gloo and the kernel take of
+them is no part of a model of real nodes: the slower the links and the blocks, the smaller that part is.
 """
 
 from __future__ import annotations
@@ -14,26 +17,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_amsp.compare.catalog import from_block
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
 from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
-from tests.bench.rows import MODEL, RESULT, Factors, Phases, Row
+from tests.bench.rows import CONFIG, MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
 
 ROOT = Path(__file__).resolve().parents[1]
-POINT = "POINT "
+POINT, MACHINE, ALONE = "POINT ", "MACHINE ", "ALONE "
 RANKS_PER_NODE = 2
 MARGIN = 0.10
 """Two plans count as different when their measured times differ by more."""
@@ -59,6 +65,49 @@ def plans(nodes: int) -> list[Factors]:
 # ---- the ranks ---------------------------------------------------------------------------------------------
 
 
+def alone(job: dict[str, Any]) -> None:
+    """In a process of its own: seconds of forward, backward and update of the engine that has nobody to talk to."""
+    from examples import cpu
+
+    cpu.prepare()
+
+    import deepspeed
+    import torch
+
+    from deepspeed_amsp.compare.measure import Clock, Data, train_step
+    from deepspeed_amsp.compare.strategies import trainer_for
+    from deepspeed_amsp.compare.strategies.base import Work
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    strategy = from_block("amsp", "alone", {"sharding": "ddp", "bucket_bytes": job["bucket_bytes"]}, (1, 1))
+    alone_there = CONFIG.cluster.model_copy(update={"nodes": 1, "ranks_per_node": 1})
+    config = CONFIG.model_copy(update={"cluster": alone_there})
+    work = Work(strategy, config, 1, torch.device("cpu"), (job["forward_ms"], 2 * job["forward_ms"]))
+    trainer, data, clock = trainer_for(work), Data(work, 0), Clock()
+    for step in range(WARM_UP_STEPS + job["steps"]):
+        clock.begin_step()
+        train_step(trainer, clock, data.step(step))
+    trainer.close()
+    kept = [clock.phases[phase][WARM_UP_STEPS:] for phase in ("forward", "backward", "update")]
+    print(RESULT + json.dumps([median(part) for part in kept]), flush=True)
+
+
+def run_alone(job: dict[str, Any]) -> list[float]:
+    """`alone` beside every rank at once; the mean of what they find."""
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "benchmarks.plan_vs_measured", "--alone", json.dumps(job)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, json.loads(line.removeprefix(RESULT)))
+    return [mean(part) for part in zip(*found, strict=True)]
+
+
 def on_rank(job: dict[str, Any]) -> None:
     """Profile, then train every row; rank 0 prints."""
     import logging
@@ -81,11 +130,19 @@ def on_rank(job: dict[str, Any]) -> None:
 
     def tell(entry: Entry, point: Point) -> None:
         if first:
-            values = [entry.op.value, entry.mesh.as_list(), point.bytes, point.seconds, point.spread]
+            values = [entry.op.value, entry.mesh.as_list(), *point]
             print(POINT + json.dumps(values), flush=True)
 
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
-    profiler.measure(cluster, profiler.quick(cluster), torch.device("cpu"), [], tell)
+    effort = profiler.quick(cluster)
+    if job["profile_seconds"]:
+        effort = replace(effort, seconds=job["profile_seconds"])
+    profiler.measure(cluster, effort, torch.device("cpu"), [], tell)
+    found = profiler.machine(cluster, torch.device("cpu"))
+    computation = run_alone(job)
+    if first:
+        print(MACHINE + json.dumps(vars(found)), flush=True)
+        print(ALONE + json.dumps(computation), flush=True)
     rows = [Row.from_dict(values) for values in job["rows"]]
     for number in range(job["rounds"]):
         for index in range(len(rows)) if number % 2 == 0 else reversed(range(len(rows))):
@@ -103,7 +160,7 @@ def model_spec() -> ModelSpec:
     import torch
 
     from deepspeed_amsp.compare.llama import Llama
-    from deepspeed_amsp.probe import model_spec as spec_of
+    from deepspeed_amsp.module_spec import model_spec as spec_of
 
     with torch.device("meta"):
         return spec_of(Llama(MODEL), "llama-13.8M")
@@ -121,9 +178,12 @@ def computation(model: ModelSpec, measured: Phases, forward_ms: float) -> Comput
             factor * sleep + real * unit.numel / model.numel for sleep, unit in zip(emulated, model.units, strict=True)
         )
 
-    # The row without communication updates one of two owners' halves.
-    update = measured.update / (model.numel / 2)
-    return Compute(spread(measured.forward, 1.0), spread(measured.backward, 2.0), (0.0,) * len(model.units), update)
+    return Compute(
+        spread(measured.forward, 1.0),
+        spread(measured.backward, 2.0),
+        (0.0,) * len(model.units),
+        measured.update / model.numel,
+    )
 
 
 def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: Compute) -> StepTime:
@@ -133,18 +193,27 @@ def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: C
     sharding = Sharding(p, g, states, ShardFactor(RANKS_PER_NODE, nodes))
     plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_bytes)
     train = TrainSpec(sequence=64, micro_batches=row.micro_batches, padding_limit=1.0)
-    return step_time(model, plan, train, profile, compute, polled=True)
+    return step_time(model, plan, train, profile, compute)
 
 
 # ---- report ------------------------------------------------------------------------------------------------
 
 
 class Compared(NamedTuple):
-    """Seconds a step of one row."""
+    """Seconds a step of one row, as often as it was measured; predicted from the profile of the same launch."""
 
     row: Row
-    measured: float
+    rounds: tuple[float, ...]
     predicted: StepTime
+
+    @property
+    def measured(self) -> float:
+        return median(self.rounds)
+
+    @property
+    def differ(self) -> float:
+        """By how much of the median the rounds differ."""
+        return (max(self.rounds) - min(self.rounds)) / self.measured
 
     @property
     def error(self) -> float:
@@ -153,23 +222,38 @@ class Compared(NamedTuple):
 
 def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     """One cluster: all that was measured, as JSON values."""
-    rows = [Row(None, m, args.nic) for m in args.micro_batches]
-    for m in args.micro_batches:
-        rows += [Row(factors, m, args.nic, "full", False, args.bucket_bytes) for factors in plans(nodes)]
-    rows = [replace(row, hierarchical=False) for row in rows]
+    rows = [
+        Row(factors, m, args.nic, "full", False, args.bucket_bytes)
+        for m in args.micro_batches
+        for factors in plans(nodes)
+    ]
     durations: dict[int, list[float]] = {}
-    phases: dict[int, list[Phases]] = {}
+    phases: dict[int, list[list[float]]] = {}
+    computation: list[float] = []
+    cpu_s: dict[int, list[float]] = {}
+    machine: dict[str, float] = {}
     points: dict[tuple[Op, ShardFactor], list[Point]] = {}
 
     def take(_: int, line: str) -> None:
         if line.startswith(POINT):
-            op, mesh, size, seconds, spread = json.loads(line.removeprefix(POINT))
-            points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(size, seconds, spread))
-            console.print(f"[dim]{op} {mesh[0]}x{mesh[1]} {size / 1e6:8.3f} MB {1e3 * seconds:9.2f} ms[/]")
+            op, mesh, *values = json.loads(line.removeprefix(POINT))
+            point = Point(*values)
+            points.setdefault((Op(op), ShardFactor(*mesh)), []).append(point)
+            console.print(
+                f"[dim]{op} {mesh[0]}x{mesh[1]} {point.bytes / 1e6:8.3f} MB {1e3 * point.seconds:9.2f} ms, the next "
+                f"{1e3 * (point.each or point.seconds):9.2f} ms[/]"
+            )
+        if line.startswith(MACHINE):
+            machine.update(json.loads(line.removeprefix(MACHINE)))
+            console.print(f"[dim]{machine}[/]")
+        if line.startswith(ALONE):
+            computation.extend(json.loads(line.removeprefix(ALONE)))
+            console.print(f"[dim]by itself: forward, backward, update {computation}[/]")
         if line.startswith(RESULT):
             result = json.loads(line.removeprefix(RESULT))
             durations.setdefault(result["row"], []).append(median(result["durations"]))
-            phases.setdefault(result["row"], []).append(Phases(*result["phases"]))
+            phases.setdefault(result["row"], []).append(result["phases"])
+            cpu_s.setdefault(result["row"], []).append(result["cpu_s"])
             console.print(f"[dim]{rows[result['row']].name:<40} {durations[result['row']][-1]:.3f} s[/]")
 
     spec = ClusterSpec(nodes, RANKS_PER_NODE, args.nic, args.lo or None)
@@ -178,6 +262,8 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "steps": args.steps,
         "forward_ms": args.forward_ms,
+        "bucket_bytes": args.bucket_bytes,
+        "profile_seconds": args.profile_seconds,
     }
     patience = 300 + sum(60 + 6.0 * (args.steps + 3) * row.micro_batches for row in rows) * args.rounds
     env = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -187,11 +273,18 @@ def run(nodes: int, args: argparse.Namespace) -> dict[str, Any]:
     raw = {
         "nodes": nodes,
         "forward_ms": args.forward_ms,
+        "machine": machine,
+        "alone": computation,
         "points": [
             [op.value, mesh.as_list(), *point] for (op, mesh), found in points.items() for point in sorted(found)
         ],
         "rows": [
-            {"row": row.as_dict(), "seconds": durations[index], "phases": [list(p.parts) for p in phases[index]]}
+            {
+                "row": row.as_dict(),
+                "seconds": durations[index],
+                "phases": phases[index],
+                "cpu_s": cpu_s[index],
+            }
             for index, row in enumerate(rows)
         ],
     }
@@ -208,29 +301,32 @@ def compare(raw: dict[str, Any]) -> list[Compared]:
         points.setdefault((Op(op), ShardFactor(*mesh)), []).append(Point(*point))
     entries = tuple(Entry(op, mesh, tuple(found)) for (op, mesh), found in points.items())
     nodes = raw["nodes"]
-    profile = Profile("emulated", RANKS_PER_NODE, nodes, entries)
+    profile = Profile("emulated", RANKS_PER_NODE, nodes, entries, **raw["machine"])
     model = model_spec()
-    rows = [(Row.from_dict(entry["row"]), entry) for entry in raw["rows"]]
-    by_m = {
-        row.micro_batches: computation(model, _typical([Phases(*p) for p in entry["phases"]]), raw["forward_ms"])
-        for row, entry in rows
-        if row.factors is None
-    }
+    takes = computation(model, Phases(*raw["alone"]), raw["forward_ms"])
+    rows = [(Row.from_dict(entry["row"]), entry["seconds"]) for entry in raw["rows"]]
+    return [Compared(row, tuple(seconds), predict(model, row, nodes, profile, takes)) for row, seconds in rows]
+
+
+def together(launches: list[list[Compared]]) -> list[Compared]:
+    """Launches of the same cluster as one: all rounds of a row, and the middle one of its predictions."""
+    by_row: dict[Row, list[Compared]] = {}
+    for one in (one for launch in launches for one in launch):
+        by_row.setdefault(one.row, []).append(one)
     return [
-        Compared(row, median(entry["seconds"]), predict(model, row, nodes, profile, by_m[row.micro_batches]))
-        for row, entry in rows
-        if row.factors is not None
+        Compared(
+            row,
+            tuple(seconds for one in found for seconds in one.rounds),
+            sorted((one.predicted for one in found), key=lambda step: step.seconds)[(len(found) - 1) // 2],
+        )
+        for row, found in sorted(by_row.items(), key=lambda item: item[0].micro_batches)
     ]
-
-
-def _typical(phases: list[Phases]) -> Phases:
-    return Phases(*(median(part) for part in zip(*(p.parts for p in phases), strict=True)))
 
 
 def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Table:
     """Measured beside predicted, with what the planner says computation waits for."""
     made = Table(title=f"{nodes}x{RANKS_PER_NODE} ranks, {args.nic:g} Mbit/s between nodes, emulated compute")
-    for heading in ("plan", "M", "measured s", "predicted s", "error", "compute", "exposed (predicted)"):
+    for heading in ("plan", "M", "measured s", "rounds", "predicted s", "error", "compute", "exposed (predicted)"):
         made.add_column(heading, justify="left" if heading.startswith(("plan", "exposed")) else "right")
     for one in compared:
         exposed = ", ".join(f"{kind} {1e3 * s:.0f} ms" for kind, s in one.predicted.exposed.items() if s > 5e-4)
@@ -238,6 +334,7 @@ def table(nodes: int, compared: list[Compared], args: argparse.Namespace) -> Tab
             one.row.plan,
             str(one.row.micro_batches),
             f"{one.measured:.3f}",
+            f"{len(one.rounds)}, +-{50 * one.differ:.0f} %",
             f"{one.predicted.seconds:.3f}",
             f"{100 * one.error:+.1f} %",
             f"{one.predicted.compute:.3f}",
@@ -264,14 +361,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cluster", nargs="+", default=["2x2", "4x2"], help="nodes x 2 ranks")
     parser.add_argument("--rounds", type=int, default=1, help="how often every plan is measured")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after 2 others")
-    parser.add_argument("--nic", type=float, default=500, help="Mbit/s between nodes")
+    parser.add_argument("--nic", type=float, default=250, help="Mbit/s between nodes")
     parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
-    parser.add_argument("--forward-ms", type=float, default=40, help="emulated time of a block; twice in backward")
+    parser.add_argument("--forward-ms", type=float, default=80, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
+    parser.add_argument("--profile-seconds", type=float, help="as --seconds of amsp profile; slow links need more")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [shape.split("x") for shape in args.cluster]
     if any(len(shape) != 2 or not shape[0].isdigit() or shape[1] != str(RANKS_PER_NODE) for shape in shapes):
@@ -283,8 +382,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure and print; 2 where there is no cluster."""
     args = parse_arguments()
-    if args.on_rank:
-        on_rank(json.loads(args.on_rank))
+    if args.on_rank or args.alone:
+        (on_rank if args.on_rank else alone)(json.loads(args.on_rank or args.alone))
         return 0
     load = os.getloadavg()[0]
     if load > 1:
@@ -298,7 +397,10 @@ def main() -> int:
     except ClusterUnavailable as error:
         console.print(f"[red]{error}[/]")
         return 2
-    results = {raw["nodes"]: compare(raw) for raw in measured}
+    launches: dict[int, list[list[Compared]]] = {}
+    for raw in measured:
+        launches.setdefault(raw["nodes"], []).append(compare(raw))
+    results = {nodes: together(found) for nodes, found in launches.items()}
     everything = [one for compared in results.values() for one in compared]
     for nodes, compared in results.items():
         console.print(table(nodes, compared, args))

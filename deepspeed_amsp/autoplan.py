@@ -13,6 +13,8 @@ from torch import nn
 
 from deepspeed_amsp.config import AmspBlock, ConfigError, Problem
 from deepspeed_amsp.config_zero import ZeroSettings
+from deepspeed_amsp.module_spec import model_spec
+from deepspeed_amsp.plan.api import cluster_of
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.curves import ProfileError
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding, enumerate_shardings, preset
@@ -20,7 +22,7 @@ from deepspeed_amsp.plan.owners import BUCKET_NUMEL
 from deepspeed_amsp.plan.resolve import make_plan, with_zero_settings
 from deepspeed_amsp.plan.solver import Modes, Search, search, smallest_need
 from deepspeed_amsp.plan.solver import Problem as Question
-from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, ClusterSpec, Optimizer, SpecError, TrainSpec
+from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, Optimizer, SpecError, TrainSpec
 
 DEFAULT_PROFILE = "a800-hdr"
 """The paper's cluster, where ``amsp.profile`` names no other."""
@@ -85,17 +87,14 @@ def searched(
 def _search(
     block: AmspBlock, model: nn.Module, asked: Asked, data_parallel: ShardFactor, memory: float
 ) -> tuple[Sharding, str]:
-    from deepspeed_amsp.probe import model_spec  # imports much of torch that training does not need
-
     profile = find_profile(block.profile or DEFAULT_PROFILE).for_cluster(data_parallel)
     sequence, source = _sequence(block, model)
-    peak = profile.peak_flops or ClusterSpec.peak_flops
     any_plan = make_plan(block, data_parallel.size, data_parallel.s0, preset("ddp", data_parallel))
     if asked.zero is not None:
         any_plan = with_zero_settings(any_plan, asked.zero, asked.dtype.itemsize)
     question = Question(
         model=model_spec(model, type(model).__name__),
-        cluster=ClusterSpec(data_parallel.s1, data_parallel.s0, gpu_memory=memory, peak_flops=peak),
+        cluster=cluster_of(profile, data_parallel, memory),
         trainings=(_training(model, asked, sequence),),
         profile=profile,
         modes=Modes(

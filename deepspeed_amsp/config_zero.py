@@ -35,8 +35,10 @@ what the planner prices (DeepSpeed's 1e5 for persistence would keep whole small 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 _OVERLAPS = ("gather", "reduce_scatter", "all_reduce", "publish")
@@ -101,12 +103,52 @@ class ZeroSettings:
         return stays
 
 
+_DEFAULTS: dict[str, int | bool | None] = {
+    "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "prefetch_bucket_size": 50_000_000,
+    "max_live_parameters": 1_000_000_000, "max_reuse_distance": 1_000_000_000,
+    "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
+    "overlap_comm": None, "reduce_scatter": True, "compute_grad_norm": True, "load_from_fp32_weights": True,
+    "log_trace_cache_warnings": False,
+}  # fmt: skip
+"""DeepSpeed's own, of the keys that are read here."""
+
+
+def parsed_zero(ds_config: Mapping[str, Any]) -> SimpleNamespace:
+    """What `read_zero_settings` needs of ``zero_optimization`` as DeepSpeed parses it, for who cannot wait for
+    DeepSpeed's import.
+
+    Raises:
+        ValueError: a value of another type than DeepSpeed takes; names the key.
+    """
+    zero = _mapping(ds_config.get("zero_optimization"))
+    values: dict[str, Any] = {}
+    for name, default in _DEFAULTS.items():
+        values[name] = default
+        for spelling in (name, f"stage3_{name}"):
+            if zero.get(spelling) not in (None, "auto"):
+                is_switch = default is None or isinstance(default, bool)
+                values[name] = _switch(spelling, zero[spelling]) if is_switch else _size(spelling, zero[spelling])
+    return SimpleNamespace(**values)
+
+
+def _switch(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"zero_optimization.{key} must be true or false, not {value!r}")
+
+
+def _size(key: str, value: Any) -> int:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == value // 1:
+        return int(value)
+    raise ValueError(f"zero_optimization.{key} must be a whole number of at least 0, not {value!r}")
+
+
 def read_zero_settings(ds_config: Mapping[str, Any], zero_config: Any) -> ZeroSettings:
     """The settings of a config.
 
     Args:
         ds_config: the whole config as the user wrote it.
-        zero_config: DeepSpeed's parsed ``zero_optimization`` (``DeepSpeedConfig.zero_config``).
+        zero_config: DeepSpeed's parsed ``zero_optimization`` (``DeepSpeedConfig.zero_config``), or `parsed_zero`.
     """
     zero = _mapping(ds_config.get("zero_optimization"))
     block = _mapping(ds_config.get("amsp"))

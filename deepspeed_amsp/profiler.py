@@ -17,13 +17,23 @@ from statistics import median, quantiles
 
 import torch
 
-from deepspeed_amsp.comm import Communicator, Ticket, from_every_rank
+from deepspeed_amsp.comm import Communicator, Ticket, from_every_rank, waits_on_host
 from deepspeed_amsp.mesh import Group, destroy_group, make_siblings
 from deepspeed_amsp.plan.factors import ShardFactor, divisors
 from deepspeed_amsp.plan.profile import Entry, Op, Point, meshes_needed
+from deepspeed_amsp.plan.specs import OPTIMIZERS
 from deepspeed_amsp.trace.clock import clock_for
 
 KIB = 1024
+AT_ONCE, ROUNDS_AT_ONCE = 4, 1
+"""Messages that are issued together to see how far they overlap, and how often: rather larger ones than more often."""
+
+UPDATED, UPDATES = 2**23, 6
+"""Elements that are updated to see how fast memory is, more than caches hold; and how often."""
+
+CALLS = 100
+"""Collectives over which the host's time is averaged."""
+
 DTYPE = torch.bfloat16
 """Working copies and gradients travel in 16 bits."""
 
@@ -66,6 +76,55 @@ def _least(number: int) -> int:
     return (*divisors(number), 1)[1]
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a profile says of GPUs and hosts: `Profile.memory_bandwidth` and `Profile.host_seconds`."""
+
+    memory_bandwidth: float
+    host_seconds: float | None
+
+
+def machine(data_parallel: ShardFactor, device: torch.device) -> Machine:
+    """Measure it, in about a second. Collective, and the same answer on all ranks."""
+    group = make_siblings(meshes_needed(data_parallel)[0], data_parallel)
+    host = _host_seconds(group, device) if waits_on_host(device) else None
+    found = from_every_rank((_update_seconds(device), host))
+    destroy_group(group)
+    slowest, hosts = max(seconds for seconds, _ in found), [host for _, host in found if host is not None]
+    return Machine(UPDATED * OPTIMIZERS["adamw"].traffic / slowest, sum(hosts) / len(hosts) if hosts else None)
+
+
+def _update_seconds(device: torch.device) -> float:
+    """Of an owner's update as the engine does it: fused AdamW on UPDATED masters, and their working copies."""
+    clock = clock_for(device.type)
+    master, working = torch.zeros(UPDATED, device=device), torch.zeros(UPDATED, device=device, dtype=DTYPE)
+    master.grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW([master], fused=True)
+    took = []
+    for _ in range(UPDATES):
+        clock.settle()
+        begin = clock.stamp()
+        optimizer.step()
+        working.copy_(master)
+        end = clock.stamp()
+        clock.settle()
+        took.append(clock.seconds(end) - clock.seconds(begin))
+    return median(took[1:])  # the first makes the states
+
+
+def _host_seconds(group: Group, device: torch.device) -> float:
+    """CPU time of this thread for issuing a collective of next to nothing and waiting for it."""
+    comm = Communicator()
+    issue = _issuing(comm, Op.ALL_GATHER, group, DTYPE.itemsize * group.size, device)
+    begin = 0.0
+    for number in range(CALLS + 1):
+        if number == 1:  # the ranks are connected
+            begin = time.thread_time()
+        for ticket in issue():
+            ticket.wait()
+    return (time.thread_time() - begin) / CALLS
+
+
 def measure(
     data_parallel: ShardFactor, effort: Effort, device: torch.device, known: Sequence[Entry], on_point: OnPoint
 ) -> None:
@@ -90,8 +149,12 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
     """One collective on one mesh, from small to large messages while there is time."""
     points = {point.bytes: point for point in entries.get((op, mesh), Entry(op, mesh, ())).points}
     at_once = mesh.size if op is Op.BROADCAST else 1
-    rounds = at_once * (effort.repetitions + 1)
-    left = effort.seconds - rounds * sum(point.seconds for point in points.values())
+
+    def spent(point: Point) -> float:
+        together = point.seconds + (AT_ONCE - 1) * (point.each or point.seconds)
+        return at_once * (point.seconds * (effort.repetitions + 1) + together * ROUNDS_AT_ONCE)
+
+    left = effort.seconds - sum(map(spent, points.values()))
     for wished in effort.sizes:
         size = _even(wished // at_once, mesh.size)
         if size in points:
@@ -99,7 +162,7 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
         smaller = max((other for other in points if other < size), default=None)
         if smaller is not None:
             # At worst as slow a byte as the last one: if that takes too long, what still fits and is worth the while.
-            fits = int(max(left, 0) / rounds * smaller / points[smaller].seconds)
+            fits = int(max(left, 0) * smaller / spent(points[smaller]))
             size = min(size, _even(fits, mesh.size))
             if size < 2 * smaller or size in points:
                 continue
@@ -147,28 +210,34 @@ class _Session:
         self._world = None
 
     def point(self, op: Op, size: int) -> tuple[Point, float]:
-        """Median over repetitions of the time in which the slowest rank was done, and its interquartile range; and the
-        seconds that it took to find them, the same number on all ranks."""
+        """Median over repetitions of the time in which the slowest rank was done, its interquartile range, and by how
+        much later each further one of AT_ONCE is done; and the seconds that it took to find them, the same number on
+        all ranks."""
         assert self._mesh is not None
         self._world = self._world or make_siblings(self._data_parallel, self._data_parallel)
         self._group = self._group or make_siblings(self._mesh, self._data_parallel)
-        issue = _issuing(self._comm, op, self._group, size, self._device)
-        self._round(issue)  # connects the ranks
+        issuing = [_issuing(self._comm, op, self._group, size, self._device) for _ in range(AT_ONCE)]
+        self._round(issuing[:1])  # connects the ranks
         began = time.monotonic()
-        mine = [self._round(issue) for _ in range(self._repetitions)]
-        times, took = zip(*from_every_rank((mine, time.monotonic() - began)), strict=True)
-        slowest = [max(repetition) for repetition in zip(*times, strict=True)]
+        mine = [self._round(issuing[:1]) for _ in range(self._repetitions)]
+        mine += [self._round(issuing) for _ in range(ROUNDS_AT_ONCE)]
+        slowest = [max(repetition) for repetition in zip(*from_every_rank(mine), strict=True)]
+        alone, together = slowest[: self._repetitions], slowest[self._repetitions :]
+        seconds = median(alone)
+        took = max(from_every_rank(time.monotonic() - began))
         at_once = self._group.size if op is Op.BROADCAST else 1
-        low, _, high = quantiles(slowest, n=4, method="inclusive")
-        return Point(size, median(slowest) / at_once, (high - low) / at_once), max(took)
+        low, _, high = quantiles(alone, n=4, method="inclusive")
+        # A disturbed measurement can be off in both directions; at the least, all go in the time of one.
+        each = min(max((median(together) - seconds) / (AT_ONCE - 1), seconds / AT_ONCE), seconds)
+        return Point(size, *(figure / at_once for figure in (seconds, high - low, each))), took
 
-    def _round(self, issue: Callable[[], list[Ticket]]) -> float:
-        """Seconds from the issue to the end."""
+    def _round(self, issuing: Sequence[Callable[[], list[Ticket]]]) -> float:
+        """Seconds from the first issue to the end of all."""
         assert self._world is not None
         self._comm.all_reduce(self._world, self._token, "barrier").wait()
         self._clock.settle()
         begin = self._clock.stamp()
-        for ticket in issue():
+        for ticket in [ticket for issue in issuing for ticket in issue()]:
             ticket.wait()
         end = self._clock.stamp()
         self._clock.settle()

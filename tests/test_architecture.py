@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("comm",),
     ("profiler",),
     ("partition",),
+    ("module_spec",),
     ("probe",),
     ("schedule",),
     ("update",),

@@ -6,12 +6,8 @@ Exit codes: 0, a plan fits; 1, wrong input, in one line; 2, nothing fits, with w
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -188,7 +184,7 @@ def _answer(
     write: Path | None,
 ) -> Outcome:
     """Read what was given, and search. Files that will be needed later are looked at first."""
-    from deepspeed_amsp.cli.plan_inputs import FromConfig, from_config, read_existing
+    from deepspeed_amsp.cli.plan_inputs import STAYING, FromConfig, from_config, read_existing, uncounted
     from deepspeed_amsp.plan.solver import search
 
     if write is not None and write.exists() and not write.is_file():
@@ -197,6 +193,12 @@ def _answer(
     if write is not None and not write.absolute().parent.is_dir():
         raise OSError(f"--write: no such folder: {write.absolute().parent}")
     read = from_config(config) if config is not None else FromConfig()
+    if config is None and existing is not None and write is not None:
+        # The file goes on saying how one trains, so that is what is planned for.
+        found = from_config(write)
+        read = FromConfig({name: found.values[name] for name in STAYING if name in found.values}, zero=found.zero)
+    for line in uncounted(read):
+        typer.echo(f"amsp plan: warning: {line}", err=True)
     request = _request(given, switches, read, hostfile)
     if probe:
         request = replace(request, model=_measured(str(request.model)))
@@ -311,27 +313,9 @@ def _probe(name: str) -> ModelSpec:
 
 
 def _write(outcome: Outcome, path: Path) -> None:
-    """Into the file in one go: a reader sees the old one or the whole new one."""
-    from deepspeed_amsp.plan.block import merged, new_config
+    from deepspeed_amsp.cli.plan_write import write_config
 
-    best = outcome.search.best
-    assert best is not None
-    if outcome.existing is None:
-        values = new_config(best.plan, best.train)
-    else:
-        values = merged(outcome.existing, best.plan, best.train)
-    target = path.resolve()  # a link stays one
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(compact(json.dumps(values, indent=2)) + "\n", encoding="utf-8")
-        if target.exists():
-            shutil.copymode(target, beside)
-        beside.replace(target)
-    except OSError as error:
-        raise OSError(f"--write: cannot write {path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+    write_config(outcome.search, outcome.existing, path)
 
 
 def _draw(search: Search, path: Path) -> None:
@@ -341,6 +325,7 @@ def _draw(search: Search, path: Path) -> None:
 
 
 def _report(outcome: Outcome, everything: bool, sensitive: bool, crossing: bool) -> Report:
+    from deepspeed_amsp.cli.plan_write import compact
     from deepspeed_amsp.plan import advice, explain, whatif
 
     result = outcome.search
@@ -372,9 +357,3 @@ def _report(outcome: Outcome, everything: bool, sensitive: bool, crossing: bool)
         tables.append(whatif.crossover_table(scales))
         values["crossover"] = whatif.scales_as_list(scales)
     return Report(tuple(lines), tuple(tables), values, block)
-
-
-def compact(text: str) -> str:
-    """JSON with pairs of numbers on one line."""
-    # With line breaks, which a string cannot have.
-    return re.sub(r"\[\n\s*(\d+),\n\s*(\d+)\n\s*\]", r"[\1, \2]", text)

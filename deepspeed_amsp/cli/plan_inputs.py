@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deepspeed_amsp.config import AmspBlock, ConfigError, load_config_file, read_block
 from deepspeed_amsp.config_preflight import lookup
+from deepspeed_amsp.config_zero import ZeroSettings, parsed_zero, read_zero_settings
 from deepspeed_amsp.plan.resolve import Overlap
 from deepspeed_amsp.plan.solver import Modes
 
@@ -22,7 +24,13 @@ OPTIMIZER_NAMES = {
 HALVES = ("bf16", "bfloat16", "fp16")
 """Sections one of which makes working copies 16 bits wide; DeepSpeed trains in fp32 without."""
 
+PUBLISHED = ("allgather_bucket_size", "stage3_allgather_bucket_size")
+
 DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+STAYING = ("optimizer", "grad_dtype", "parameter_bytes", "gradient_clipping")
+"""Arguments that a ds_config decides and a plan does not: who writes into one plans with them."""
 
 
 class InputError(ValueError):
@@ -33,7 +41,8 @@ class InputError(ValueError):
 class FromConfig:
     """What a ds_config says: arguments of `plan`, modes, and the block itself.
 
-    values: only what it does say. sequences: of a step on all GPUs, accumulation: M, if it says so.
+    values: only what it does say. sequences: of a step on all GPUs, accumulation: M, if it says so. zero: what the
+    engine takes from zero_optimization where the block is silent.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -41,6 +50,7 @@ class FromConfig:
     block: AmspBlock | None = None
     sequences: int | None = None
     accumulation: int | None = None
+    zero: ZeroSettings | None = None
 
 
 def read_existing(path: Path, exact: bool = False) -> dict[str, Any]:
@@ -67,14 +77,22 @@ def read_existing(path: Path, exact: bool = False) -> dict[str, Any]:
 
 
 def from_config(path: Path) -> FromConfig:
-    """What matters to a plan.
+    """What matters to a plan in a file. Raises as `read_existing` and `understood`."""
+    return understood(read_existing(path), path)
+
+
+def understood(config: dict[str, Any], path: Path) -> FromConfig:
+    """What matters to a plan in a ds_config. ``path``: for errors.
 
     Raises:
-        InputError: it cannot be read, or its optimizer is not known.
+        InputError: its optimizer is not known, or a size in zero_optimization is none.
         ConfigError: its amsp block is wrong.
     """
-    config = read_existing(path)
     block = read_block(config)
+    try:
+        zero = read_zero_settings(config, parsed_zero(config))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
     values: dict[str, Any] = {}
     micro_batch = _count(config.get("train_micro_batch_size_per_gpu"))
     if micro_batch is not None:
@@ -100,11 +118,21 @@ def from_config(path: Path) -> FromConfig:
         values |= {"gpus_per_node": gpus} if gpus else {}
     return FromConfig(
         values,
-        _modes(block, config, values.get("parameter_bytes", 2)),
+        _modes(block, config, zero, values.get("parameter_bytes", 2)),
         block,
         _count(config.get("train_batch_size")),
         _count(config.get("gradient_accumulation_steps")),
+        zero,
     )
+
+
+def uncounted(read: FromConfig) -> Iterator[str]:
+    """What the engine takes from a ds_config and no plan counts, in a line each."""
+    if read.zero is not None and read.zero.persistence_numel:
+        yield (
+            f"zero_optimization.stage3_param_persistence_threshold: units of up to {read.zero.persistence_numel:,} "
+            f"elements stay gathered between steps; memory and time are counted without"
+        )
 
 
 def _count(value: Any) -> int | None:
@@ -117,20 +145,18 @@ def _enabled(value: Any) -> bool:
     return value is True or str(value).lower() in ("true", "1", "auto")
 
 
-def _modes(block: AmspBlock | None, config: dict[str, Any], itemsize: int) -> Modes:
-    """Buffers and overlap as the config has them; ways to reduce and publish are the planner's to choose."""
+def _modes(block: AmspBlock | None, config: dict[str, Any], zero: ZeroSettings, itemsize: int) -> Modes:
+    """Buffers and overlap as the engine has them from this config; ways to reduce and publish are the planner's."""
     sizes: dict[str, Any] = {}
-    bucket_elements = lookup(config, "zero_optimization.reduce_bucket_size")
-    unnamed = lookup(config, "zero_optimization.overlap_comm") is not False
     if block is not None and block.bucket_bytes is not None:
         sizes["bucket_bytes"] = block.bucket_bytes
-    elif _count(bucket_elements) is not None:
-        sizes["bucket_bytes"] = itemsize * bucket_elements
-    if block is not None:
-        sizes["prefetch_bytes"] = block.prefetch_bytes
-        sizes["keep_after_forward"] = block.keep_after_forward
+    elif any(_count(lookup(config, f"zero_optimization.{key}")) for key in ("reduce_bucket_size", *PUBLISHED)):
+        sizes["bucket_bytes"] = itemsize * zero.bucket_numel
+    ahead, kept = (block or Modes()).prefetch_bytes, zero.kept_bytes(itemsize)
+    sizes["prefetch_bytes"] = zero.prefetch_bytes(ahead, itemsize)
+    sizes["keep_after_forward"] = (block or Modes()).keep_after_forward if kept is None else kept
     named = block.overlap.model_dump(exclude_unset=True) if block is not None else {}
-    sizes["overlap"] = Overlap(**{field.name: named.get(field.name, unnamed) for field in fields(Overlap)})
+    sizes["overlap"] = Overlap(**(named | dict.fromkeys(zero.overlap_off, False)))
     return Modes(**sizes)
 
 

@@ -32,7 +32,7 @@ from deepspeed_amsp.topology import TopologyError, detect_topology
 if TYPE_CHECKING:
     import torch
 
-    from deepspeed_amsp.profiler import Effort
+    from deepspeed_amsp.profiler import Effort, Machine
 
 PACKAGES = ("torch", "deepspeed", "deepspeed_amsp")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -100,8 +100,9 @@ def _profile(out: Path, quick: bool, seconds: float | None, resume: bool, gpus_p
         report = _Report(out, cluster, told, effort) if rank == 0 else None
         with nullcontext() if report is None else report.bar():
             profiler.measure(data_parallel, effort, device, told, _ignore if report is None else report.take)
+        found = profiler.machine(data_parallel, device)
         if report is not None:
-            report.finish()
+            report.finish(found)
 
 
 class _About(NamedTuple):
@@ -146,7 +147,7 @@ class _Cluster(NamedTuple):
     host: str
     memory: float | None
 
-    def profile(self, name: str, entries: tuple[Entry, ...]) -> Profile:
+    def profile(self, name: str, entries: tuple[Entry, ...], machine: Machine | None = None) -> Profile:
         return Profile(
             name=name,
             gpus_per_node=self.data_parallel.s0,
@@ -157,6 +158,8 @@ class _Cluster(NamedTuple):
             versions=tuple((name, str(import_module(name).__version__)) for name in PACKAGES),
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             gpu_memory=self.memory,
+            memory_bandwidth=machine.memory_bandwidth if machine else None,
+            host_seconds=machine.host_seconds if machine else None,
         )
 
 
@@ -227,14 +230,19 @@ class _Report:
         """Write it down. Raises OSError."""
         self._entries[entry.op, entry.mesh] = entry
         self._new += 1
-        self._cluster.profile(self._out.stem, tuple(self._entries.values())).save(self._out)
+        self._save()
         rate = point.bytes / point.seconds / 1e6
         spread = 100 * point.spread / point.seconds
         self._show(
             f"{entry}: {point.bytes} bytes {1e3 * point.seconds:.3f} ms +-{spread:.0f} % ({rate:.4g} MB/s)", entry
         )
 
-    def finish(self) -> None:
+    def _save(self, machine: Machine | None = None) -> None:
+        self._cluster.profile(self._out.stem, tuple(self._entries.values()), machine).save(self._out)
+
+    def finish(self, machine: Machine) -> None:
+        """Add what is no collective, and sum up. Raises OSError."""
+        self._save(machine)
         points = sum(len(entry.points) for entry in self._entries.values())
         took = time.monotonic() - self._began
         shape = self._cluster.data_parallel

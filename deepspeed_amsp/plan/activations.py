@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_amsp.plan.specs import Activations, ModelSpec, TrainSpec
+from deepspeed_amsp.plan.specs import Activations, Mixture, ModelSpec, TrainSpec
 
 PER_LAYER = 34
 """Bytes for every sequence position, sample and hidden element that a layer keeps (Korthikanti et al.,
 arXiv 2205.05198, Eq. 1 without the scores, which a fused attention does not keep)."""
+
+
+BESIDE_EXPERTS = 28
+"""The same for what a layer of a mixture has besides its experts, as probed of transformers' Mixtral, whose norms keep
+their input in fp32."""
+
+
+def _of_experts(mixture: Mixture, hidden: int) -> int:
+    """Bytes for a token in its active experts, 16-bit: of each, input and output (hidden), and both projections, the
+    activation and their product (width)."""
+    return mixture.active * (4 * hidden + 8 * mixture.width)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ def activation_bytes(model: ModelSpec, train: TrainSpec) -> ActivationBytes:
         scale, estimated = tokens / probed.sequence, None
     else:
         probed, scale = _estimate(model, tokens), 1.0
-        kept = "their inputs 2*s*b*h" if train.recompute else f"{PER_LAYER}*s*b*h bytes"
+        kept = "their inputs 2*s*b*h" if train.recompute else _formula(model)
         estimated = f"activations were not measured: {kept} a layer"
     scale *= train.parameter_bytes / 2 / train.tensor_parallel
     # A weight's gradient, whole until it is in its bucket, does not grow with the tokens.
@@ -71,13 +82,23 @@ def activation_bytes(model: ModelSpec, train: TrainSpec) -> ActivationBytes:
     )
 
 
+def _formula(model: ModelSpec) -> str:
+    if model.mixture is None:
+        return f"{PER_LAYER}*s*b*h bytes"
+    active, width = model.mixture.active, model.mixture.width
+    return f"s*b*({BESIDE_EXPERTS}*h + {active}*(4*h + 8*{width})) bytes"
+
+
 def _estimate(model: ModelSpec, tokens: int) -> Activations:
     """Where nothing was measured; of logits, log-probabilities in fp32 are kept, and twice that is needed once more."""
     hidden = tokens * model.hidden
+    layer = PER_LAYER * hidden
+    if model.mixture is not None:
+        layer = BESIDE_EXPERTS * hidden + tokens * _of_experts(model.mixture, model.hidden)
     widest = max((unit.trainable_numel for unit in model.units if unit.layer is not None), default=0)
     return Activations(
         sequence=tokens,
-        layer=PER_LAYER * hidden,
+        layer=layer,
         layer_input=2 * hidden,
         outside=4 * tokens * model.vocab + 4 * hidden,
         layer_backward=8 * hidden + 2 * widest,

@@ -81,6 +81,20 @@ def memory_bytes(argument: str, gigabytes: float) -> float:
     return gigabytes * GB
 
 
+def cluster_of(
+    profile: Profile, shape: ShardFactor, gpu_memory: float, efficiency: float = ClusterSpec.efficiency
+) -> ClusterSpec:
+    """(R, N) GPUs as the profile describes them, an A100 where it says nothing; gpu_memory in bytes.
+
+    Where it names 16-bit FLOP/s alone, fp32 has a sixteenth of them, about the ratio on A100 and H100.
+    """
+    cluster = ClusterSpec(shape.s1, shape.s0, gpu_memory, efficiency=efficiency)
+    if profile.peak_flops is not None:
+        single = profile.peak_flops_fp32 or profile.peak_flops / 16
+        cluster = replace(cluster, peak_flops=profile.peak_flops, peak_flops_fp32=single)
+    return replace(cluster, memory_bandwidth=profile.memory_bandwidth or cluster.memory_bandwidth)
+
+
 def no_factory(name: str) -> ModelSpec:
     """Where a ``module:factory`` cannot be run.
 
@@ -180,8 +194,7 @@ class Request:
             raise RequestError(
                 "efficiency", f"must be the part of peak FLOP/s that compute reaches, in (0, 1], not {share!r}."
             )
-        peak = profile.peak_flops or ClusterSpec.peak_flops
-        return ClusterSpec(self.nodes, gpus, memory, peak, float(share))
+        return cluster_of(profile, ShardFactor(gpus, self.nodes), memory, float(share))
 
     def _trainings(self, cluster: ClusterSpec) -> tuple[TrainSpec, ...]:
         """Alternatives of equal tokens a step: one, or with "auto" every power of two that divides them."""

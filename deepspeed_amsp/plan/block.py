@@ -9,6 +9,10 @@ from typing import Any
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import TrainSpec
 
+REUSE = ("max_reuse_distance", "stage3_max_reuse_distance")
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of data_types.grad_accum_dtype; without it gradients rest as wide as the working copies are."""
+
 
 def amsp_block(plan: Plan) -> dict[str, Any]:
     """The "amsp" object; switches of overlap only where one is off, keep_after_forward only where something is."""
@@ -52,8 +56,8 @@ def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[st
     """An existing ds_config with this plan in it; every key that the plan says nothing about stays as it is.
 
     What would make the engine do something else than the plan is overwritten: switches of overlap, also those that
-    overlap_comm turns off, keep_after_forward, and a block that is switched off. train_batch_size follows the other
-    two where it is written.
+    overlap_comm turns off, keep_after_forward, also where max_reuse_distance sets it, the dtype in which gradients
+    rest, and a block that is switched off. train_batch_size follows the other two where it is written.
     """
     result = dict(existing)
     ours = ds_config(plan, train)
@@ -62,9 +66,15 @@ def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[st
     kept = dict(block) if isinstance(block, Mapping) else {}
     if "overlap" in kept or ours["zero_optimization"].get("overlap_comm") is False:
         ours["amsp"]["overlap"] = asdict(plan.overlap)
-    if "keep_after_forward" in kept or "enabled" in kept:
-        stays = {"keep_after_forward": plan.keep_after_forward, "enabled": True}
-        ours["amsp"].update({key: value for key, value in stays.items() if key in kept})
+    if "keep_after_forward" in kept or any(key in ours["zero_optimization"] for key in REUSE):
+        ours["amsp"]["keep_after_forward"] = plan.keep_after_forward
+    if "enabled" in kept:
+        ours["amsp"]["enabled"] = True
+    types = existing.get("data_types")
+    types = types if isinstance(types, Mapping) else {}
+    if train.gradient_bytes != WIDTHS.get(str(types.get("grad_accum_dtype")), train.parameter_bytes):
+        half = "fp16" if isinstance(existing.get("fp16"), Mapping) else "bf16"
+        ours["data_types"] = {**types, "grad_accum_dtype": "fp32" if train.gradient_bytes == 4 else half}
     topology = kept.get("topology")
     ours["amsp"]["topology"] = {**(topology if isinstance(topology, Mapping) else {}), **ours["amsp"]["topology"]}
     ours["amsp"] = {**kept, **ours["amsp"]}

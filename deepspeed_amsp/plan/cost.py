@@ -98,9 +98,9 @@ def executor_cost(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profi
         for message in stages:
             messages[term, message] += times
 
-    gathers = 1 if plan.keep_after_forward == "all" else 2
-    for unit in model.units:
-        add("T_p", routes.gather(wire * unit.numel), gathers * m)
+    starts = len(model.units) if plan.keep_after_forward == "all" else model.backward_starts(train.recompute)
+    for at, unit in enumerate(model.units):
+        add("T_p", routes.gather(wire * unit.numel), (1 if at < starts else 2) * m)
         if unit.trainable_numel:
             add("T_p", routes.param_reduce(wire * unit.numel), m)
     for bucket in buckets(model, plan, train):

@@ -33,11 +33,21 @@ class Op(str, Enum):
 
 
 class Point(NamedTuple):
-    """A measurement: seconds (the median) for a message of ``bytes``, and the interquartile range of the seconds."""
+    """A measurement: seconds (the median) for a message of ``bytes``, and the interquartile range of the seconds.
+
+    each: of several such messages issued together, how much later than the one before each is done. As long as
+    ``seconds`` where nothing of one message overlaps with the next; None where that was not measured.
+    """
 
     bytes: int
     seconds: float
     spread: float = 0.0
+    each: float | None = None
+
+    def divided(self, speed: float) -> Point:
+        """On a link ``speed`` times as fast."""
+        each = None if self.each is None else self.each / speed
+        return Point(self.bytes, self.seconds / speed, self.spread / speed, each)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from deepspeed_amsp.plan.block import ds_config
 from deepspeed_amsp.plan.cost import TERMS
 from deepspeed_amsp.plan.factors import Candidate, ShardFactor, Sharding, divisors, violation
 from deepspeed_amsp.plan.memory import Memory
-from deepspeed_amsp.plan.profile import Op
+from deepspeed_amsp.plan.profile import Op, Profile
 from deepspeed_amsp.plan.report import Table, duration, percent, size
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.solver import Evaluated, Objective, Rejected, Search, fell, smallest_need
@@ -39,11 +39,11 @@ def modes(plan: Plan) -> str:
 
 
 def mfu(search: Search, found: Evaluated) -> float:
-    """Model FLOPs (forward and two for the backward, nothing for recomputation) over what the GPU could do."""
-    train, cluster = found.train, search.problem.cluster
+    """Model FLOPs (forward and backward, nothing for recomputation) over what the GPU could do."""
+    train, peak = found.train, search.problem.cluster.peak(found.train.parameter_bytes)
     model = search.problem.model.part(train.tensor_parallel, train.pipeline_parallel)
-    flops = 3 * model.forward_flops(train.sequence, train.micro_batch) * train.micro_batches
-    return flops / (found.step.seconds * cluster.peak_flops)
+    once = (pass_(train.sequence, train.micro_batch) for pass_ in (model.forward_flops, model.backward_flops))
+    return train.micro_batches * sum(map(sum, once)) / (found.step.seconds * peak)
 
 
 def batch_tokens(search: Search, train: TrainSpec) -> int:
@@ -73,7 +73,8 @@ def overview(search: Search) -> tuple[str, ...]:
     lines = [
         f"model: {p.model.name}, {p.model.numel:,} parameters in {p.model.layers} layers",
         f"cluster: {cluster.nodes} nodes x {cluster.gpus_per_node} GPUs of {size(cluster.gpu_memory)}{margin}; "
-        f"compute at {percent(cluster.efficiency)} of {cluster.peak_flops / 1e12:.0f} TFLOP/s",
+        f"compute at {percent(cluster.efficiency)} of {cluster.peak(train.parameter_bytes) / 1e12:.4g} TFLOP/s"
+        f"{_assumed(p.profile)}",
         f"training: sequences of {train.sequence}, {batch}, {batch_tokens(search, train):,} tokens a step, "
         f"{train.optimizer.name}, parameters in {train.parameter_bytes} bytes, gradients rest in "
         f"{train.gradient_bytes}, "
@@ -81,6 +82,13 @@ def overview(search: Search) -> tuple[str, ...]:
         f"profile: {p.profile.name} ({p.profile.kind}){f': {p.profile.notes}' if p.profile.notes else ''}",
     ]
     return tuple(lines)
+
+
+def _assumed(profile: Profile) -> str:
+    """What the profile does not say of its GPUs, so that an A100's stands in for it."""
+    unsaid = {"FLOP/s": profile.peak_flops, "memory bandwidth": profile.memory_bandwidth}
+    names = [name for name, value in unsaid.items() if value is None]
+    return f"; {' and '.join(names)} of an A100, since the profile names none" if names else ""
 
 
 def verdict(search: Search) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from deepspeed_amsp.plan.layout import ParamSpec
 from deepspeed_amsp.plan.probed import PROBED
-from deepspeed_amsp.plan.specs import ModelSpec, SpecError, UnitSpec
+from deepspeed_amsp.plan.specs import Mixture, ModelSpec, SpecError, UnitSpec
 
 Config = Mapping[str, Any]
 
@@ -218,7 +218,8 @@ def _llama_kind(features: _Features) -> Callable[[_Reader], ModelSpec]:
                 _vector(f"{at}.{norm}", hidden, layer) for norm in ("input_layernorm", "post_attention_layernorm")
             ]
         units += _end(read, _vector("model.norm", hidden, None), hidden, vocab, tied=False)
-        return ModelSpec(str(read.config["model_type"]), tuple(units), hidden, vocab)
+        mixture = Mixture(_active(read), read.size("intermediate_size")) if features.experts else None
+        return ModelSpec(str(read.config["model_type"]), tuple(units), hidden, vocab, mixture=mixture)
 
     return build
 
@@ -261,10 +262,15 @@ def _ffn(read: _Reader, features: _Features, at: str, layer: int) -> list[UnitSp
     ]
 
 
+def _active(read: _Reader) -> int:
+    """Experts that a token goes through."""
+    return read.size("num_experts_per_tok", 2)
+
+
 def _experts(read: _Reader, at: str, layer: int) -> list[UnitSpec]:
     """A router and stacked experts, of which a token uses num_experts_per_tok."""
     hidden, ffn = read.size("hidden_size"), read.size("intermediate_size")
-    experts, active = read.size("num_local_experts", 8), read.size("num_experts_per_tok", 2)
+    experts, active = read.size("num_local_experts", 8), _active(read)
     if active > experts:
         raise SpecError(f"{read.source}: num_experts_per_tok {active} is more than num_local_experts {experts}.")
     stacked = (

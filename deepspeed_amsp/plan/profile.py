@@ -21,6 +21,7 @@ from deepspeed_amsp.plan.links import Links
 __all__ = ["Entry", "Links", "Op", "Point", "Profile", "ProfileError", "meshes_needed"]
 
 Entry = profile_file.Entry
+Figure = profile_file.Figure
 
 
 def meshes_needed(data_parallel: ShardFactor) -> list[ShardFactor]:
@@ -41,7 +42,10 @@ class Profile:
     Exactly one of ``entries`` (measured) and ``links`` (analytic) is given. A Broadcast's time is that of one out of
     as many as the group has ranks, one from each, issued together: the time of all of them divided by their number.
 
-    host: what was measured or where the numbers are from. peak_flops: 16-bit FLOP/s of a GPU. gpu_memory: its bytes.
+    host: what was measured or where the numbers are from. peak_flops, peak_flops_fp32: FLOP/s of a GPU in 16 bits and
+    in fp32. gpu_memory: its bytes. memory_bandwidth: bytes/s that an optimizer's update reaches on it. host_seconds:
+    for how long a collective keeps the thread that computes, which issues it and waits for it (gloo); None where a
+    device computes, and its host is ahead of it.
     notes: for an analytic profile, what it rests on. extrapolates: whether meshes outside the data are answered for, by
     the ring model; not kept in files.
     """
@@ -56,13 +60,18 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
     date: str = ""
     peak_flops: float | None = None
+    peak_flops_fp32: float | None = None
     gpu_memory: float | None = None
+    memory_bandwidth: float | None = None
+    host_seconds: float | None = None
     notes: str = ""
     extrapolates: bool = False
-    _curves: dict[tuple[Op, int, int, bool], Curve] = field(
+    _curves: dict[tuple[Op, int, int, bool, Figure], Curve] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
-    _measured: dict[Op, Curves] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
+    _measured: dict[tuple[Op, Figure], Curves] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         """Raises ProfileError, naming the entry."""
@@ -105,15 +114,24 @@ class Profile:
         Raises:
             ProfileError: mesh outside the data (or, whatever extrapolate says, without any mesh of its kind).
         """
+        return self._figure(op, bytes, mesh, extrapolate, "seconds")
+
+    def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
+        """Seconds for which a collective keeps its links from the next one, at most what it takes: where one waits for
+        an answer, or sends in one direction only, the next one can be under way. What it takes, where nobody has
+        measured messages that are issued together; analytic profiles have one after the other. Raises as `time`."""
+        return self._figure(op, bytes, mesh, False, "each")
+
+    def _figure(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool, figure: Figure) -> float:
         if not 0 <= bytes < math.inf:
             raise ProfileError(f"profile {self.name}: {op.value} of {bytes!r} bytes makes no sense.")
         if bytes == 0 or mesh.size == 1:
             return 0.0
         extrapolate = extrapolate or self.extrapolates
-        key = (op, mesh.s0, mesh.s1, extrapolate)
+        key = (op, mesh.s0, mesh.s1, extrapolate, figure)
         curve = self._curves.get(key)
         if curve is None:
-            curve = self._curves[key] = self._curve(op, mesh, extrapolate)
+            curve = self._curves[key] = self._curve(op, mesh, extrapolate, figure)
         return curve(bytes)
 
     def extrapolated(self, op: Op, bytes: float, mesh: ShardFactor) -> str:
@@ -159,17 +177,18 @@ class Profile:
             )
         return replace(self, gpus_per_node=data_parallel.s0, nodes=data_parallel.s1)
 
-    def _by_mesh(self, op: Op) -> Curves:
-        if op not in self._measured:
-            self._measured[op] = {e.mesh: Curve.through(e.points) for e in self.entries if e.op is op}
-        return self._measured[op]
+    def _by_mesh(self, op: Op, figure: Figure = "seconds") -> Curves:
+        key = (op, figure)
+        if key not in self._measured:
+            self._measured[key] = {e.mesh: Curve.through(e.of(figure)) for e in self.entries if e.op is op}
+        return self._measured[key]
 
-    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool) -> Curve:
+    def _curve(self, op: Op, mesh: ShardFactor, extrapolate: bool, figure: Figure) -> Curve:
         if mesh.s0 < 1 or mesh.s1 < 1 or mesh.s0 > self.gpus_per_node:
             raise ProfileError(f"profile {self.name}: no group is {mesh} with {self.gpus_per_node} GPUs a node.")
         if self.links is not None:
             return self.links.curve(op, mesh, self.gpus_per_node)
-        curves = self._by_mesh(op)
+        curves = self._by_mesh(op, figure)
         curve = between(op, curves, mesh)
         if curve is not None:
             return curve

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deepspeed_amsp.plan.curves import Op, Point, ProfileError
 from deepspeed_amsp.plan.factors import ShardFactor
@@ -25,8 +25,11 @@ SLOWEST, FASTEST = 1e6, 1e14
 """Bytes/s: what is slower or faster was not written in seconds."""
 
 TEXTS = ("name", "host", "backend", "date", "notes")
-NUMBERS = ("peak_flops", "gpu_memory")
+NUMBERS = ("peak_flops", "peak_flops_fp32", "gpu_memory", "memory_bandwidth", "host_seconds")
 KEYS = ("version", "kind", "gpus_per_node", "nodes", "versions", "entries", "links", *TEXTS, *NUMBERS)
+
+
+Figure = Literal["seconds", "each"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,15 @@ class Entry:
 
     def divided(self, speed: float) -> Entry:
         """On links ``speed`` times as fast."""
-        points = tuple(Point(point.bytes, point.seconds / speed, point.spread / speed) for point in self.points)
-        return Entry(self.op, self.mesh, points)
+        return Entry(self.op, self.mesh, tuple(point.divided(speed) for point in self.points))
+
+    def of(self, figure: Figure) -> tuple[Point, ...]:
+        """Its points with another of their figures as their seconds; see `Point`."""
+        if figure == "each":
+            return tuple(
+                Point(point.bytes, point.seconds if point.each is None else point.each) for point in self.points
+            )
+        return self.points
 
     def with_point(self, point: Point) -> Entry:
         """With one more measurement, which replaces one of the same size."""
@@ -83,21 +93,23 @@ def _check_points(where: str, points: tuple[Point, ...]) -> None:
 
 
 def _check_point(where: str, point: Point) -> None:
-    size, seconds, spread = point
+    size, seconds, spread, each = point
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ProfileError(f"{where}: bytes must be a whole number of at least 1, not {size!r}.")
     where = f"{where}, {size} bytes"
-    for name, value in (("seconds", seconds), ("spread", spread)):
+    for name, value in (("seconds", seconds), ("spread", spread), ("each", seconds if each is None else each)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ProfileError(f"{where}: {name} must be a number, not {value!r}.")
     if seconds <= 0 or spread < 0:
         raise ProfileError(f"{where}: seconds must be above 0 and spread not below 0, not {seconds!r} and {spread!r}.")
+    if each is not None and not 0 < each <= seconds:
+        raise ProfileError(f"{where}: each must be above 0 and at most seconds, {seconds!r}, not {each!r}.")
 
 
 def check_plausible(entries: tuple[Entry, ...]) -> None:
     """Raises ProfileError for times that cannot be seconds; not for profiles that a calculation made."""
     for entry in entries:
-        for size, seconds, _ in entry.points:
+        for size, seconds, *_ in entry.points:
             if size >= LARGE and not SLOWEST <= size / seconds <= FASTEST:
                 raise ProfileError(
                     f"{entry}, {size} bytes: {seconds!r} s are {size / seconds / 1e6:.3g} MB/s, which no network has "
@@ -115,10 +127,14 @@ def as_dict(profile: Profile) -> dict[str, object]:
         values["links"] = dict(vars(profile.links))
     else:
         values["entries"] = [
-            {"op": entry.op.value, "mesh": entry.mesh.as_list(), "points": [point._asdict() for point in entry.points]}
+            {"op": entry.op.value, "mesh": entry.mesh.as_list(), "points": [_values(point) for point in entry.points]}
             for entry in profile.entries
         ]
     return values
+
+
+def _values(point: Point) -> dict[str, float]:
+    return {name: value for name, value in point._asdict().items() if value is not None}
 
 
 def write(values: dict[str, object], path: Path) -> None:
@@ -253,6 +269,6 @@ def _entry(index: int, values: Any) -> Entry:
     if not isinstance(points, list):
         raise ProfileError(f"{where} ({op.value}): points must be a list.")
     for point in points:
-        if not isinstance(point, dict) or not {"bytes", "seconds"} <= set(point) <= {"bytes", "seconds", "spread"}:
-            raise ProfileError(f"{where} ({op.value}): a point has bytes, seconds and spread, not {point!r}.")
+        if not isinstance(point, dict) or not {"bytes", "seconds"} <= set(point) <= set(Point._fields):
+            raise ProfileError(f"{where} ({op.value}): a point has {', '.join(Point._fields)}, not {point!r}.")
     return Entry(op, ShardFactor(*mesh), tuple(Point(**point) for point in points))

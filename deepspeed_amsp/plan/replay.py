@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heappop, heappush
 from itertools import count
 
-from deepspeed_amsp.plan.owners import geometry
-from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.routes import Routes, Stages, buckets
-from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
+from deepspeed_amsp.plan.sends import Sends, Stage, Timed
 
-NODE, CROSS = 0, 1
 KINDS = ("gather", "reduce_scatter", "all_reduce", "publish")
 """What computation can wait for, by the name of the overlap switch."""
-
-Timed = list[tuple[int, float]]
-"""(link, seconds) of each stage."""
 
 
 @dataclass(frozen=True)
@@ -40,78 +32,6 @@ class Compute:
         """Seconds of M micro-batches without any communication and update."""
         once = sum(self.forward) + sum(self.backward) + sum(self.recomputed)
         return micro_batches * once + self.fixed
-
-
-@dataclass(frozen=True)
-class Sends:
-    """Durations of everything a plan sends, and the sizes that decide when.
-
-    members: by bucket, how many units. updates: by bucket, elements (see `owners.Geometry`). recomputed: by unit, the
-    run of units of its layer if that is recomputed, else an empty one.
-    """
-
-    gather: list[Timed]
-    gathered_bytes: list[float]
-    param_reduce: list[Timed]
-    members: list[int]
-    partial: list[Timed]
-    final: list[Timed]
-    publish: list[Timed]
-    updates: tuple[int, ...]
-    scalars: Timed
-    recomputed: list[range]
-    bucket_of: list[int | None]
-
-    @property
-    def buckets(self) -> int:
-        return len(self.members)
-
-
-def _timed(stages: Stages, profile: Profile) -> Timed:
-    return [
-        (CROSS if message.mesh.s1 > 1 else NODE, message.copies * profile.time(message.op, message.size, message.mesh))
-        for message in stages
-    ]
-
-
-def sends_of(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile) -> Sends:
-    """Durations by the profile. Raises ProfileError for a group outside its data."""
-    routes, wire = Routes(plan), train.parameter_bytes
-
-    @cache
-    def unit(size: float) -> tuple[Timed, Timed]:
-        return _timed(routes.gather(size), profile), _timed(routes.param_reduce(size), profile)
-
-    @cache
-    def reduced(size: float) -> tuple[Timed, Timed]:
-        return _timed(routes.partial(size), profile), _timed(routes.final(size), profile)
-
-    @cache
-    def published(size: float, gathered: bool) -> Timed:
-        return _timed(routes.publish(size, gathered), profile)
-
-    made, places = buckets(model, plan, train), geometry(model, plan, train)
-    sizes = [wire * float(member.numel) for member in model.units]
-    bucket_of: list[int | None] = [None] * len(model.units)
-    for index, bucket in enumerate(made):
-        for member in bucket.units:
-            bucket_of[member] = index
-    layers = model.ranges
-    return Sends(
-        gather=[unit(size)[0] for size in sizes],
-        gathered_bytes=sizes,
-        param_reduce=[unit(size)[1] if u.trainable_numel else [] for size, u in zip(sizes, model.units, strict=True)],
-        members=[len(bucket.units) for bucket in made],
-        partial=[reduced(bucket.reduced)[0] for bucket in made],
-        final=[reduced(bucket.reduced)[1] for bucket in made],
-        publish=[published(bucket.published, bucket.gathered) for bucket in made],
-        updates=places.updates_forward if train.gradient_clipping else places.updates_backward,
-        scalars=_timed(routes.scalars(), profile),
-        recomputed=[
-            layers[unit.layer] if train.recompute and unit.layer is not None else range(0) for unit in model.units
-        ],
-        bucket_of=bucket_of,
-    )
 
 
 @dataclass
@@ -143,26 +63,36 @@ class Replay:
     def __post_init__(self) -> None:
         self.total_forward = sum(self.times.forward)
 
-    def send(self, stages: Timed, ready: float) -> float:
-        """Arrival of what is sent at ``ready``, now or at the end of what was sent last."""
-        self.advance(ready)
-        for link, seconds in stages:
-            ready = self.occupy(link, seconds, ready)
+    def send(self, stages: Timed) -> float:
+        """Arrival of what is sent now."""
+        if not stages:
+            return self.now
+        self.issue(stages)
+        self.advance(self.now)
+        ready = self.now
+        for stage in stages:
+            ready = self.occupy(stage, ready)
         return ready
 
-    def occupy(self, link: int, seconds: float, ready: float) -> float:
-        """First come, first served."""
-        start = self.free[link]
+    def issue(self, stages: Timed) -> None:
+        """What the first stage takes of the thread that computes; later ones are issued beside it."""
+        if stages:
+            self.now += stages[0].host
+
+    def occupy(self, stage: Stage, ready: float) -> float:
+        """First come, first served; when it is done."""
+        start = self.free[stage.link]
         if ready > start:
             start = ready
-        self.free[link] = end = start + seconds
-        return end
+        self.free[stage.link] = start + stage.busy
+        return start + stage.seconds
 
     def launch(self, stages: Timed, ready: float) -> Flight:
         """Something whose later stages go out by themselves, each when the one before is done."""
-        flight = Flight(next(self.numbers), list(stages), ready)
+        self.issue(stages)
+        flight = Flight(next(self.numbers), list(stages), max(ready, self.now))
         if stages:
-            heappush(self.flying, (ready, flight.key, flight))
+            heappush(self.flying, (flight.done, flight.key, flight))
             self.advance(self.now)
         return flight
 
@@ -170,8 +100,7 @@ class Replay:
         """Send all stages that are due by then, in order of time: links serve who comes first, not who was planned."""
         while self.flying and self.flying[0][0] <= until:
             due, key, flight = heappop(self.flying)
-            link, seconds = flight.left.pop(0)
-            flight.done = self.occupy(link, seconds, due)
+            flight.done = self.occupy(flight.left.pop(0), due)
             if flight.left:
                 heappush(self.flying, (flight.done, key, flight))
 
@@ -200,7 +129,7 @@ class Replay:
     def step_phase(self, update: bool) -> None:
         """The norm, then owners ``update`` and publish bucket by bucket in forward order; or they only publish."""
         if update:
-            self.wait(self.send(self.sends.scalars, self.now), "all_reduce")
+            self.wait(self.send(self.sends.scalars), "all_reduce")
         for index, stages in enumerate(self.sends.publish):
             if update:
                 self.update(index)
@@ -282,15 +211,15 @@ class Replay:
         arrived = [0.0] * len(pending)
         gathered: dict[int, float] = {}
         sharded, ahead = self.plan.sharding.s_p > 1, self.plan.overlap.gather and self.plan.prefetch_bytes > 0
-        unit = len(self.times.backward) - 1
-        while unit >= 0:
+        unit, first = len(self.times.backward) - 1, self.sends.backward_starts
+        while unit >= first:
             run = self.sends.recomputed[unit]
             if run:
-                before = self.sends.recomputed[run.start - 1] if run.start else range(0)
+                before = self.sends.recomputed[run.start - 1] if run.start > first else range(0)
                 self.recompute(run, before if ahead else range(0), gathered)
             elif sharded:
                 arrival = gathered.pop(unit) if unit in gathered else self.gather(unit)
-                if unit and ahead and unit - 1 not in gathered:
+                if unit > first and ahead and unit - 1 not in gathered:
                     gathered[unit - 1] = self.gather(unit - 1)
                 if arrival > self.now:
                     self.wait(arrival, "gather")
@@ -299,7 +228,7 @@ class Replay:
                 self.reduce(member, pending, arrived, routes)
             unit = (run.start if run else unit) - 1
         self.kept.clear()
-        self.end_backward(arrived, pending, routes)
+        self.wait(max(arrived, default=0.0), "reduce_scatter")  # the next micro-batch adds to what is there
         if routes is not None and not self.plan.overlap.all_reduce:
             for index in reversed(range(len(pending))):
                 self.start(index, routes, self.now)
@@ -323,7 +252,7 @@ class Replay:
             return self.now
         if self.published:
             self.await_publish(unit)
-        arrival = self.send(self.sends.gather[unit], self.now)
+        arrival = self.send(self.sends.gather[unit])
         if not self.plan.overlap.gather:
             self.wait(arrival, "gather")
         return arrival
@@ -339,7 +268,7 @@ class Replay:
         index = self.sends.bucket_of[unit]
         if index is None:
             return
-        done = self.send(self.sends.param_reduce[unit], self.now)
+        done = self.send(self.sends.param_reduce[unit])
         if not self.plan.overlap.reduce_scatter:
             self.wait(done, "reduce_scatter")
         arrived[index] = max(arrived[index], done) if self.sends.param_reduce[unit] else 0.0
@@ -352,7 +281,3 @@ class Replay:
         if index in self.reduced:
             ready = max(ready, self.arrival(self.reduced.pop(index)))
         self.reduced[index] = self.launch(routes[index], ready)
-
-    def end_backward(self, arrived: list[float], pending: list[int], routes: list[Timed] | None) -> None:
-        """Gradients over ``param`` must have come before the next micro-batch adds to them."""
-        self.wait(max(arrived, default=0.0), "reduce_scatter")

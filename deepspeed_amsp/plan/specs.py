@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from deepspeed_amsp.plan.factors import ShardFactor
 from deepspeed_amsp.plan.layout import PADDING_LIMIT, ParamSpec
@@ -58,6 +59,21 @@ class UnitSpec:
         """FLOPs of a forward pass over micro_batch sequences; attention as 4 s^2 h without the causal discount."""
         return sequence * micro_batch * (self.flops_per_token + 4.0 * sequence * self.attention_width)
 
+    def backward_flops(self, sequence: int, micro_batch: int, inward: bool) -> float:
+        """FLOPs of a backward pass: a product as large as the forward's for the gradient of trainable weights, and
+        one for that of its input where that goes on ``inward``; attention, which has no weights, two for its inputs.
+        """
+        weights = self.flops_per_token * self._trainable_share
+        inputs = self.flops_per_token + 8.0 * sequence * self.attention_width
+        return sequence * micro_batch * (weights + inputs * inward)
+
+    @cached_property
+    def _trainable_share(self) -> float:
+        """Of the elements of its matrices (of all, where it has none: a tied head's product counts at a norm)."""
+        counted = [param for param in self.params if len(param.shape) > 1] or list(self.params)
+        total = sum(param.numel for param in counted)
+        return sum(param.numel for param in counted if param.name not in self.frozen) / total if total else 0.0
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -77,14 +93,27 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Feed-forward layers of experts, of which a token goes through ``active``, each ``width`` elements wide inside."""
+
+    active: int
+    width: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A model. hidden, vocab: for the documented fallback where activations were not measured."""
+    """A model. hidden, vocab, mixture: for the documented estimate where activations were not measured.
+
+    follows: its input comes from units with gradients, as that of a later pipeline stage.
+    """
 
     name: str
     units: tuple[UnitSpec, ...]
     hidden: int
     vocab: int
     activations: tuple[Activations, ...] = ()
+    mixture: Mixture | None = None
+    follows: bool = False
 
     def __post_init__(self) -> None:
         """Check that there is something to shard."""
@@ -101,6 +130,24 @@ class ModelSpec:
     def trainable_numel(self) -> int:
         """Elements that have gradients and optimizer states."""
         return sum(unit.trainable_numel for unit in self.units)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first unit with gradients of its own; as many as there are units, if none has."""
+        return next((at for at, unit in enumerate(self.units) if unit.trainable_numel), len(self.units))
+
+    def backward_starts(self, recompute: bool) -> int:
+        """The first unit that a backward reaches: autograd stops where nothing before needs a gradient.
+
+        With recomputation it repeats the forward of the whole layer in which that is.
+        """
+        if self.follows:
+            return 0
+        first = self.first_trained
+        if not recompute or first == len(self.units):
+            return first
+        layer = self.units[first].layer
+        return first if layer is None else self.ranges[layer].start
 
     @cached_property
     def layers(self) -> int:
@@ -133,16 +180,27 @@ class ModelSpec:
         key = tensor_parallel, pipeline_parallel
         if key not in known:
             runs = [[_cut(unit, tensor_parallel) for unit in run] for run in _runs(self, pipeline_parallel)]
-            known[key] = tuple(replace(self, units=tuple(run)) for run in runs)
+            first = list(accumulate(map(len, runs), initial=0))
+            known[key] = tuple(
+                replace(self, units=tuple(run), follows=start > self.first_trained)
+                for run, start in zip(runs, first, strict=False)
+            )
         return known[key]
 
     def part(self, tensor_parallel: int, pipeline_parallel: int) -> ModelSpec:
         """The stage with most elements, whose communication decides. Raises as `stages`."""
         return max(self.stages(tensor_parallel, pipeline_parallel), key=lambda stage: stage.numel)
 
-    def forward_flops(self, sequence: int, micro_batch: int) -> float:
-        """FLOPs of a forward pass over micro_batch sequences."""
-        return sum(unit.forward_flops(sequence, micro_batch) for unit in self.units)
+    def forward_flops(self, sequence: int, micro_batch: int) -> tuple[float, ...]:
+        """By unit: FLOPs of a forward pass over micro_batch sequences."""
+        return tuple(unit.forward_flops(sequence, micro_batch) for unit in self.units)
+
+    def backward_flops(self, sequence: int, micro_batch: int) -> tuple[float, ...]:
+        """By unit: FLOPs of a backward pass, which goes no further back than gradients are needed."""
+        return tuple(
+            unit.backward_flops(sequence, micro_batch, inward=self.follows or at > self.first_trained)
+            for at, unit in enumerate(self.units)
+        )
 
 
 def _runs(model: ModelSpec, pipeline: int) -> list[list[UnitSpec]]:
@@ -179,27 +237,33 @@ def _cut(unit: UnitSpec, parts: int) -> UnitSpec:
 class ClusterSpec:
     """nodes x gpus_per_node GPUs.
 
-    gpu_memory: bytes of one GPU that the job may use. peak_flops: 16-bit FLOP/s of one GPU. efficiency: the part of
-    them that compute reaches when no communication disturbs it, in (0, 1]. memory_bandwidth: bytes/s that an
-    optimizer's update reaches (0.8 of the 2.0 TB/s of an A100).
+    gpu_memory: bytes of one GPU that the job may use. peak_flops, peak_flops_fp32: FLOP/s of one GPU in 16 bits and in
+    fp32. efficiency: the part of them that compute reaches when no communication disturbs it, in (0, 1].
+    memory_bandwidth: bytes/s that an optimizer's update reaches. The defaults are an A100's: 312 and 19.5 TFLOP/s
+    (torch multiplies in fp32, not TF32, unless it is told otherwise), and 0.8 of 2.0 TB/s.
     """
 
     nodes: int
     gpus_per_node: int
     gpu_memory: float = 80 * GB
     peak_flops: float = 312e12
+    peak_flops_fp32: float = 19.5e12
     efficiency: float = 0.62
     memory_bandwidth: float = 1.6e12
 
     def __post_init__(self) -> None:
         """Check ranges; memory in MB or GB where bytes are meant is told from its size."""
-        names = ("gpu_memory", "peak_flops", "efficiency", "memory_bandwidth")
+        names = ("gpu_memory", "peak_flops", "peak_flops_fp32", "efficiency", "memory_bandwidth")
         _positive("cluster", **{name: getattr(self, name) for name in names})
         for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"cluster: {name} must be a whole number of at least 1, not {value!r}.")
         if self.efficiency > 1:
             raise SpecError(f"cluster: efficiency must be at most 1, not {self.efficiency!r}.")
+
+    def peak(self, parameter_bytes: int) -> float:
+        """FLOP/s of one GPU with working copies of that width."""
+        return self.peak_flops_fp32 if parameter_bytes == 4 else self.peak_flops
 
     @property
     def world_size(self) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_amsp.plan.polled import PolledReplay
 from deepspeed_amsp.plan.profile import Profile
-from deepspeed_amsp.plan.replay import KINDS, Compute, Replay, sends_of
+from deepspeed_amsp.plan.replay import KINDS, Compute, Replay
 from deepspeed_amsp.plan.resolve import Plan
+from deepspeed_amsp.plan.sends import sends_of
 from deepspeed_amsp.plan.specs import ClusterSpec, ModelSpec, TrainSpec
 
 __all__ = ["KINDS", "Compute", "StepTime", "compute", "step_time"]
@@ -22,15 +22,16 @@ SIMULATED = 3
 
 
 def compute(model: ModelSpec, cluster: ClusterSpec, train: TrainSpec) -> Compute:
-    """From FLOPs at the cluster's efficiency: a backward takes twice a forward; updates are bound by memory."""
-    rate = cluster.peak_flops * cluster.efficiency
-    forward = tuple(unit.forward_flops(train.sequence, train.micro_batch) / rate for unit in model.units)
-    again = [
-        seconds if train.recompute and unit.layer is not None else 0.0
-        for seconds, unit in zip(forward, model.units, strict=True)
-    ]
-    update = train.optimizer.traffic / cluster.memory_bandwidth
-    return Compute(forward, tuple(2 * seconds for seconds in forward), tuple(again), update)
+    """From FLOPs at the cluster's efficiency; updates are bound by memory."""
+    rate = cluster.peak(train.parameter_bytes) * cluster.efficiency
+    starts = model.backward_starts(train.recompute)
+    forward = tuple(flops / rate for flops in model.forward_flops(train.sequence, train.micro_batch))
+    backward = tuple(flops / rate for flops in model.backward_flops(train.sequence, train.micro_batch))
+    again = tuple(
+        seconds if train.recompute and unit.layer is not None and at >= starts else 0.0
+        for at, (seconds, unit) in enumerate(zip(forward, model.units, strict=True))
+    )
+    return Compute(forward, backward, again, train.optimizer.traffic / cluster.memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,14 @@ class StepTime:
         return sum(self.exposed.values())
 
 
-def step_time(
-    model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, times: Compute, polled: bool = False
-) -> StepTime:
+def step_time(model: ModelSpec, plan: Plan, train: TrainSpec, profile: Profile, times: Compute) -> StepTime:
     """Simulate a step in the steady state, from where nothing but publishing reaches from one step into the next.
 
     With clipping that is when all gradients are there and owners begin to update. Without, owners have updated as
     buckets arrived, and begin to publish. Micro-batches between the first and the last are alike:
     SIMULATED of them are simulated, and the last of these stands for all others.
-
-    Args:
-        polled: as on gloo, where a reduction goes on to its next stage when a gradient arrives and finds the stage
-            before done (`schedule.pipeline`), and not by itself as on a device's streams.
     """
-    run = (PolledReplay if polled else Replay)(sends_of(model, plan, train, profile), plan, times)
+    run = Replay(sends_of(model, plan, train, profile), plan, times)
     m = train.micro_batches
     run.step_phase(update=train.gradient_clipping)
     run.micro_batch(first=True, last=m == 1)

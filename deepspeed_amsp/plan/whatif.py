@@ -54,11 +54,12 @@ def _asked_often(problem: Problem, best: Evaluated | None) -> Problem:
 
 
 def sensitivity(result: Search) -> tuple[Shift, ...]:
-    """The choice with 0.5 to 1.5 times the bandwidth between nodes, in a node, and the memory.
+    """The choice with 0.5 to 1.5 times the bandwidth between nodes, in a node, and the memory."""
+    return (*to_bandwidth(result), *to_memory(result))
 
-    The micro-batch stays that of the best plan. Under other bandwidths, so does the way to publish, and gradients are
-    reduced in two levels.
-    """
+
+def to_bandwidth(result: Search) -> tuple[Shift, ...]:
+    """Micro-batch and way to publish stay those of the best plan, and gradients are reduced in two levels."""
     if result.best is None:
         return ()
     problem = _asked_often(result.problem, result.best)
@@ -68,7 +69,16 @@ def sensitivity(result: Search) -> tuple[Shift, ...]:
             links = {"inter" if what.startswith("inter") else "intra": factor}
             found = search(replace(problem, profile=problem.profile.scaled(**links)))
             shifts.append(_shift(what, factor, result.best, found.ranked))
-    # A sharding's fastest modes are those that fit, so that other memory may mean other modes of the same sharding.
+    return tuple(shifts)
+
+
+def to_memory(result: Search) -> tuple[Shift, ...]:
+    """The micro-batch stays that of the best plan, all modes are looked at: a sharding's fastest are those that fit, so
+    that other memory may mean others."""
+    if result.best is None:
+        return ()
+    problem = _asked_often(result.problem, result.best)
+    shifts: list[Shift] = []
     for factor in SHIFTS:
         cluster = replace(problem.cluster, gpu_memory=problem.cluster.gpu_memory * factor)
         found = search(replace(problem, cluster=cluster, modes=result.problem.modes))

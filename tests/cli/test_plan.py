@@ -247,6 +247,67 @@ def test_nothing_in_an_existing_config_contradicts_the_plan(read: bool, model: s
     assert written["keep_after_forward"] == ("all" if read else "none")
 
 
+def test_zero_settings_that_the_engine_takes_are_planned_with(model: str, tmp_path: Path) -> None:
+    """By `config_zero`: prefetch and reuse in elements of 2 bytes, both within max_live_parameters; persistence is not
+    counted, and said."""
+    path = tmp_path / "ds.json"
+    zero = {"stage3_max_live_parameters": 3000, "stage3_max_reuse_distance": 4000, "stage3_prefetch_bucket_size": 9000}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}}))
+    found = answer("--model", model, *JOB, "--config", str(path), "--write", str(path))
+    written = json.loads(path.read_text())
+    assert written["amsp"] == found["ds_config"]["amsp"]
+    assert (written["amsp"]["prefetch_bytes"], written["amsp"]["keep_after_forward"]) == (6000, 4000)
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "param_persistence_threshold": 1000}}))
+    code, _, err = amsp("--model", model, *JOB, "--config", str(path))
+    assert code == 0 and "param_persistence_threshold" in err and "are counted without" in err
+
+
+def test_who_writes_into_a_file_plans_with_what_it_trains_with(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    config = {"gradient_clipping": 0.0, "optimizer": {"type": "Lion"}}
+    path.write_text(json.dumps(config))
+    (train,) = answer("--model", model, *JOB, "--write", str(path))["trainings"]
+    assert (train["parameter_bytes"], train["gradient_bytes"]) == (4, 4)
+    assert (train["optimizer"], train["gradient_clipping"]) == ("lion", False)
+    assert json.loads(path.read_text()).items() >= config.items()
+    # An option goes before the file, and into it where a plan may change it.
+    (train,) = answer("--model", model, *JOB, "--write", str(path), "--grad-dtype", "bf16")["trainings"]
+    assert train["gradient_bytes"] == 2
+    assert json.loads(path.read_text())["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "read", "options", "says"),
+    [
+        (
+            {"optimizer": {"type": "Adam"}},
+            False,
+            ["--optimizer", "lion"],
+            "optimizer adamw, where the plan is for lion",
+        ),
+        ({}, True, [], "parameter bytes 4, where the plan is for 2"),
+        ({"bf16": {"enabled": True}, "gradient_clipping": 0}, True, [], "gradient clipping False"),
+        (
+            {"zero_optimization": {"max_live_parameters": 9}},
+            False,
+            [],
+            "that make prefetch_bytes 36, where the plan is",
+        ),
+    ],
+)
+def test_a_file_that_would_train_otherwise_is_not_written(
+    config: dict[str, Any], read: bool, options: list[str], says: str, model: str, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "ds.json", tmp_path / "other.json"
+    path.write_text(json.dumps(config))
+    other.write_text('{"bf16": {"enabled": true}}')
+    options = [*options, *(["--config", str(other)] if read else [])]
+    code, out, err = amsp("--model", model, *JOB, "--write", str(path), *options)
+    (line,) = err.splitlines()
+    assert code == 1 and out == "" and line.startswith(f"amsp plan: error: --write: {path} has ") and says in line
+    assert json.loads(path.read_text()) == config
+
+
 def test_a_written_file_keeps_its_link_its_strings_and_its_name(model: str, tmp_path: Path) -> None:
     path, link = tmp_path / "ds_config.json", tmp_path / "link.json"
     path.write_text(json.dumps({"note": "use [ 4, 8 ] here"}))
@@ -344,6 +405,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--config", "{folder}/list"], "must be an object"),
     (["--config", "{folder}/block.json"], "amsp.sharding"),
     (["--config", "{folder}/optimizer.json"], "optimizer 'OneBitAdam' is not known"),
+    (["--config", "{folder}/zero.json"], "zero_optimization.max_live_parameters must be a whole number"),
     (["--hostfile", "{folder}/no"], "hostfile {folder}/no: cannot be read"),
     (["--hostfile", "{folder}/text"], "line 1"),
     (["--hostfile", "{folder}/uneven"], "a has 4 and b 8"),
@@ -376,6 +438,7 @@ def test_what_is_wrong_is_said_in_one_line(
         "uneven": "a slots=4\nb slots=8\n", "twice": "a slots=4\na slots=4\n",
         "squared": "a slots=\u00b2\n", "broken_at_import.py": "1 / 0\n",
         "block.json": '{"amsp": {"sharding": "zero9"}}', "optimizer.json": '{"optimizer": {"type": "OneBitAdam"}}',
+        "zero.json": '{"zero_optimization": {"max_live_parameters": "all"}}',
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -8,7 +8,30 @@ from typing import Any
 import pytest
 
 from deepspeed_amsp import config_preflight, config_zero
-from deepspeed_amsp.config_zero import ZeroSettings, read_zero_settings
+from deepspeed_amsp.config_zero import ZeroSettings, parsed_zero, read_zero_settings
+
+PARSED: list[dict[str, Any]] = [
+    {},
+    {"overlap_comm": False, "reduce_scatter": False, "reduce_bucket_size": 1e6, "allgather_bucket_size": 5},
+    {"stage3_prefetch_bucket_size": 7, "stage3_max_live_parameters": 1e8, "max_reuse_distance": 0},
+    {"prefetch_bucket_size": "auto", "overlap_comm": "auto", "stage3_param_persistence_threshold": 1000},
+    {"param_persistence_threshold": 10, "model_persistence_threshold": 30, "log_trace_cache_warnings": True},
+]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("keys", PARSED, ids=str)
+def test_without_deepspeed_it_is_read_alike(keys: dict[str, Any], stage: int) -> None:
+    config = {"zero_optimization": {"stage": stage, **keys}}
+    assert read_zero_settings(config, parsed_zero(config)) == read(stage=stage, **keys)
+
+
+@pytest.mark.parametrize("value", ["many", -1, 0.5, True, [1]])
+def test_without_deepspeed_a_wrong_size_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"zero_optimization\.max_live_parameters must be a whole number"):
+        parsed_zero({"zero_optimization": {"max_live_parameters": value}})
+    with pytest.raises(ValueError, match=r"zero_optimization\.overlap_comm must be true or false"):
+        parsed_zero({"zero_optimization": {"overlap_comm": "no"}})
 
 
 def read(*, stage: int = 3, block: dict[str, Any] | None = None, **keys: Any) -> ZeroSettings:

@@ -60,7 +60,7 @@ def _held(sharding: Sharding, modes: dict[str, str], micro_batches: int) -> dict
     ("reduce", "publish", "micro_batches"), [("two_level", "broadcast", 2), ("all_reduce", "all_gather", 1)]
 )
 def test_states_on_the_fullest_rank(sharding: Sharding, reduce: str, publish: str, micro_batches: int) -> None:
-    from deepspeed_amsp.probe import model_spec
+    from deepspeed_amsp.module_spec import model_spec
 
     ranks = pool(4).run(_held, sharding, {"reduce": reduce, "publish": publish}, micro_batches)
     plan = Plan(sharding, ReduceMode(reduce), PublishMode(publish), bucket_bytes=BUCKET_BYTES)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_amsp.plan.advice import on_nodes, remedies, remedies_table
+from deepspeed_amsp.plan.advice import Remedy, on_nodes, remedies, remedies_table
 from deepspeed_amsp.plan.explain import extrapolations, time_table
 from deepspeed_amsp.plan.factors import ShardFactor, preset
 from deepspeed_amsp.plan.profile import ProfileError
 from deepspeed_amsp.plan.report import size
 from deepspeed_amsp.plan.solver import Problem, Search, search, smallest_need
 from deepspeed_amsp.plan.specs import OPTIMIZERS, TrainSpec
-from deepspeed_amsp.plan.whatif import crossover, crossover_table, sensitivity, sensitivity_table
+from deepspeed_amsp.plan.whatif import Shift, crossover, crossover_table, sensitivity, sensitivity_table, to_memory
 from tests.plan.planning import measured_problem, small_problem
 
 HEAVY = TrainSpec(sequence=256, micro_batch=8, micro_batches=2, gradient_bytes=4)
@@ -29,6 +29,11 @@ def just_too_small(train: TrainSpec, part: float) -> Search:
 @pytest.fixture(scope="module")
 def tight() -> Search:
     return just_too_small(HEAVY, 0.97)
+
+
+@pytest.fixture(scope="module")
+def advised(tight: Search) -> tuple[Remedy, ...]:
+    return remedies(tight)
 
 
 def done(problem: Problem, option: str) -> Problem:
@@ -61,27 +66,25 @@ def done(problem: Problem, option: str) -> Problem:
     return replace(problem, trainings=trainings)
 
 
-def test_what_is_advised_makes_it_fit(tight: Search) -> None:
-    found = remedies(tight)
-    assert {remedy.option.split()[0] for remedy in found} >= {"--recompute", "--micro-batch", "--gpu-memory"}
-    for remedy in found:
+def test_what_is_advised_makes_it_fit(tight: Search, advised: tuple[Remedy, ...]) -> None:
+    assert {remedy.option.split()[0] for remedy in advised} >= {"--recompute", "--micro-batch", "--gpu-memory"}
+    for remedy in advised:
         again = search(done(tight.problem, remedy.option))
         assert again.best is not None, remedy.option
         assert again.best.step.seconds <= remedy.best.step.seconds * (1 + 1e-9)
 
 
-def test_the_cheapest_comes_first(tight: Search) -> None:
-    found = remedies(tight)
+def test_the_cheapest_comes_first(advised: tuple[Remedy, ...]) -> None:
     costs = [
         remedy.best.step.seconds * remedy.gpus
         / (remedy.best.train.sequence * remedy.best.train.micro_batch * remedy.best.train.micro_batches * remedy.gpus)
-        for remedy in found
+        for remedy in advised
     ]  # fmt: skip
-    assert costs == sorted(costs) and [r.gpu_seconds_per_token for r in found] == pytest.approx(costs)
+    assert costs == sorted(costs) and [r.gpu_seconds_per_token for r in advised] == pytest.approx(costs)
 
 
-def test_memory_that_is_advised_is_enough_and_no_more(tight: Search) -> None:
-    (remedy,) = (r for r in remedies(tight) if r.option.startswith("--gpu-memory"))
+def test_memory_that_is_advised_is_enough_and_no_more(tight: Search, advised: tuple[Remedy, ...]) -> None:
+    (remedy,) = (r for r in advised if r.option.startswith("--gpu-memory"))
     gigabytes = float(remedy.option.split()[1])
     assert search(done(tight.problem, f"--gpu-memory {gigabytes - 0.1}")).best is None
 
@@ -100,10 +103,10 @@ def test_a_margin_is_something_to_give_up() -> None:
     assert result.best is None and "--margin 0" in {remedy.option for remedy in remedies(result)}
 
 
-def test_no_advice_is_said(tight: Search) -> None:
+def test_no_advice_is_said(advised: tuple[Remedy, ...]) -> None:
     table = remedies_table(())
     assert not table.rows and "no single change" in table.notes[0]
-    assert len(remedies_table(remedies(tight)).rows) == len(remedies(tight))
+    assert len(remedies_table(advised).rows) == len(advised)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +132,7 @@ def fits() -> Search:
 def test_more_or_less_memory_is_a_search_with_it(fits: Search) -> None:
     assert fits.best is not None
     tight = search(small_problem(memory=fits.best.memory.peak * 1.2))
-    for shift in sensitivity(tight):
-        if shift.what != "memory":
-            continue
+    for shift in to_memory(tight):
         fresh = search(small_problem(memory=tight.problem.cluster.gpu_memory * shift.factor)).best
         assert (fresh is None) == (shift.best is None)
         if fresh and shift.best:
@@ -139,9 +140,13 @@ def test_more_or_less_memory_is_a_search_with_it(fits: Search) -> None:
         assert (shift.staying is None) == (shift.factor * 1.2 < 1)
 
 
-def test_other_bandwidth_is_a_search_with_it(fits: Search) -> None:
+@pytest.fixture(scope="module")
+def shifts(fits: Search) -> tuple[Shift, ...]:
+    return sensitivity(fits)
+
+
+def test_other_bandwidth_is_a_search_with_it(fits: Search, shifts: tuple[Shift, ...]) -> None:
     assert fits.best is not None
-    shifts = sensitivity(fits)
     assert [s.factor for s in shifts] == [0.5, 0.9, 1.1, 1.5] * 3
     for shift in shifts[:8]:
         links = {"inter" if shift.what.startswith("inter") else "intra": shift.factor}
@@ -154,8 +159,8 @@ def test_other_bandwidth_is_a_search_with_it(fits: Search) -> None:
     assert len(sensitivity_table(shifts).rows) == 12
 
 
-def test_faster_links_never_cost_time(fits: Search) -> None:
-    times = [shift.best.objective for shift in sensitivity(fits)[:4] if shift.best]
+def test_faster_links_never_cost_time(shifts: tuple[Shift, ...]) -> None:
+    times = [shift.best.objective for shift in shifts[:4] if shift.best]
     assert times == sorted(times, reverse=True)
 
 
@@ -211,11 +216,10 @@ def test_other_memory_may_mean_other_modes() -> None:
     for peak in peaks[:: max(len(peaks) // 4, 1)]:
         cluster = replace(problem.cluster, gpu_memory=peak * 1.01)
         result = search(replace(problem, cluster=cluster))
-        for shift in sensitivity(result):
-            if shift.what == "memory":
-                there = search(replace(problem, cluster=replace(cluster, gpu_memory=cluster.gpu_memory * shift.factor)))
-                assert (shift.best and shift.best.plan.sharding) == (there.best and there.best.plan.sharding)
-                assert shift.factor < 1 or shift.staying is not None
+        for shift in to_memory(result):
+            there = search(replace(problem, cluster=replace(cluster, gpu_memory=cluster.gpu_memory * shift.factor)))
+            assert (shift.best and shift.best.plan.sharding) == (there.best and there.best.plan.sharding)
+            assert shift.factor < 1 or shift.staying is not None
 
 
 def test_a_measured_profile_extrapolates_if_told_to() -> None:

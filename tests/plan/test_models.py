@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count
+from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.partition.params import find_units
 from deepspeed_amsp.plan.models import FAMILIES, PAPER_MODELS, from_config, load_model, named_model, read_config
 from deepspeed_amsp.plan.specs import ModelSpec, SpecError
@@ -210,6 +212,18 @@ def test_units_are_those_of_a_module(kind: str) -> None:
     model = from_config(config)
     assert listed(model) == units_of(module)
     assert model.numel == sum(param.numel() for param in module.parameters())
+
+
+def test_a_module_of_experts_is_a_mixture_too() -> None:
+    config = small("mixtral")
+    with torch.device("meta"):
+        module = _Decoder(config)
+    module.config = SimpleNamespace(**config)  # as transformers' models have it
+    found, expected = model_spec(module, "mixtral"), from_config(config)
+    assert found.mixture == expected.mixture
+    assert {unit.name: unit.flops_per_token for unit in found.units} == {
+        unit.name: unit.flops_per_token for unit in expected.units
+    }
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_amsp import probe
 from deepspeed_amsp.compare.llama import Llama, LlamaConfig, parameter_count
+from deepspeed_amsp.module_spec import model_spec
+from deepspeed_amsp.plan.activations import BESIDE_EXPERTS, activation_bytes
 from deepspeed_amsp.plan.models import named_model
 from deepspeed_amsp.plan.probed import PROBED
-from deepspeed_amsp.plan.specs import Activations, SpecError
+from deepspeed_amsp.plan.specs import Activations, Mixture, SpecError, TrainSpec
 from tests.plan.probed_figures import figures
 
 SMALL = LlamaConfig(vocab=64, dim=32, layers=3, heads=2, ffn=48)
@@ -89,9 +94,68 @@ def test_units_of_a_factory() -> None:
 
 def test_frozen_parameters_have_no_gradients() -> None:
     module, _ = probe.make(f"{HERE}:frozen_llama")
-    model = probe.model_spec(module, "frozen")
+    model = model_spec(module, "frozen")
     assert model.numel - model.trainable_numel == 64 * 32
     assert model.units[0].frozen == {"embed.weight"}
+
+
+class Layered(nn.Module):
+    """An embedding and four products, of which ``trained`` (their numbers, 0 the embedding) have gradients."""
+
+    def __init__(self, trained: set[int]) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Embedding(10, 16), *(nn.Linear(16, 16, bias=False) for _ in range(4)))
+        for number, part in enumerate(self.parts):
+            part.requires_grad_(number in trained)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.parts(tokens)
+
+
+@pytest.mark.parametrize("trained", [{0, 1, 2, 3, 4}, {1, 2, 3, 4}, {2}, {1, 3}, {4}, {0}], ids=str)
+def test_flops_of_a_backward_are_those_that_torch_counts(trained: set[int]) -> None:
+    module, tokens = Layered(trained), torch.zeros(2, 7, dtype=torch.int64)
+    with FlopCounterMode(display=False) as forward:
+        loss = module(tokens).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    spec = model_spec(module, "layered")
+    assert sum(spec.forward_flops(7, 2)) == forward.get_total_flops()
+    assert sum(spec.backward_flops(7, 2)) == backward.get_total_flops()
+
+
+class Experts(nn.Module):
+    """What transformers' Mixtral does in a layer, for tokens that come sorted, every expert as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, 2 * 96, 64))
+        self.down = nn.Parameter(torch.empty(2, 64, 96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, weight = torch.zeros_like(x), x.mean(-1, keepdim=True)
+        everyone = torch.arange(x.shape[1])
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            gate, up = F.linear(x[0, everyone], gate_up).chunk(2, dim=-1)
+            out = out.index_add(1, everyone, (F.linear(F.silu(gate) * up, down) * weight[0])[None])
+        return out
+
+
+class Mixed(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 64)
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(64, 10, bias=False)
+
+
+def test_what_experts_keep_is_what_is_estimated() -> None:
+    """Two experts of width 96 for each of 1000 tokens of width 64, beside the layer's input and output; weights of
+    tokens and their places are small."""
+    (found,) = probe.probe(Mixed(), sequences=(1000,))
+    spec = replace(model_spec(Mixed(), "mixed"), mixture=Mixture(active=2, width=96))
+    estimated = activation_bytes(spec, TrainSpec(sequence=1000)).layer - 1000 * BESIDE_EXPERTS * 64
+    assert estimated == pytest.approx(found.layer - 2 * found.layer_input, rel=0.05)
 
 
 def test_what_a_block_keeps_by_hand() -> None:
@@ -107,7 +171,7 @@ def test_what_a_block_keeps_by_hand() -> None:
 
 
 def test_a_tied_head_is_a_product_and_no_unit() -> None:
-    model = probe.model_spec(Stack(), "tied")
+    model = model_spec(Stack(), "tied")
     assert model.numel == 160 + 4 * 256
     assert sum(unit.flops_per_token for unit in model.units) == 2 * (4 * 256 + 160)
 

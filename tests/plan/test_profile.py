@@ -243,6 +243,20 @@ def test_impossible_scales_are_refused(factor: float) -> None:
         BUILTIN["a800-hdr"].scaled(inter=factor)
 
 
+def test_further_messages_have_times_of_their_own() -> None:
+    """Interpolated as time is; where nobody measured, messages follow each other."""
+    points = (Point(1000, 0.5, 0.0, each=0.25), Point(3000, 1.5, 0.0, each=0.75))
+    node = ShardFactor(2)
+    for profile in (found := Profile("full", 2, 1, (Entry(Op.ALL_REDUCE, node, points),)), found.scaled(intra=2.0)):
+        speed = found.time(Op.ALL_REDUCE, 2000, node) / profile.time(Op.ALL_REDUCE, 2000, node)
+        assert speed == pytest.approx(1.0 if profile is found else 2.0)
+        assert profile.busy(Op.ALL_REDUCE, 2000, node) == pytest.approx(0.5 / speed)
+    plain = Profile("plain", 2, 1, (Entry(Op.ALL_REDUCE, node, tuple(Point(*p[:2]) for p in points)),))
+    for profile in (plain, BUILTIN["a800-hdr"]):
+        asked = Op.ALL_REDUCE, 2000.0, node
+        assert profile.busy(*asked) == profile.time(*asked)
+
+
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +269,7 @@ def test_a_file_gives_the_profile_back(profile: Profile, tmp_path: Path) -> None
 
 
 def test_what_stands_in_a_file(tmp_path: Path) -> None:
-    entry = Entry(Op.ALL_REDUCE, ShardFactor(2, 2), (Point(1000, 0.5, 0.125),))
+    entry = Entry(Op.ALL_REDUCE, ShardFactor(2, 2), (Point(1000, 0.5, 0.125, each=0.25),))
     Profile("mine", 2, 2, (entry,), host="h", versions=(("torch", "2"),)).save(tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text()) == {
         "version": 1,
@@ -265,7 +279,13 @@ def test_what_stands_in_a_file(tmp_path: Path) -> None:
         "nodes": 2,
         "host": "h",
         "versions": {"torch": "2"},
-        "entries": [{"op": "all_reduce", "mesh": [2, 2], "points": [{"bytes": 1000, "seconds": 0.5, "spread": 0.125}]}],
+        "entries": [
+            {
+                "op": "all_reduce",
+                "mesh": [2, 2],
+                "points": [{"bytes": 1000, "seconds": 0.5, "spread": 0.125, "each": 0.25}],
+            }
+        ],
     }
 
 
@@ -310,7 +330,12 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "size twice": (changed(lambda v: first_points(v)[1].update(bytes=1000)), "1000 bytes stand there twice"),
     "no points": (changed(lambda v: first_points(v).clear()), "all_gather on 2x1: has no points"),
-    "point": (changed(lambda v: first_points(v)[0].update(ms=3)), "a point has bytes, seconds and spread"),
+    "point": (changed(lambda v: first_points(v)[0].update(ms=3)), "a point has bytes, seconds, spread, each"),
+    "each": (
+        changed(lambda v: first_points(v)[0].update(each=1e3)),
+        "each must be above 0 and at most seconds",
+    ),
+    "host": (changed(lambda v: v.update(host_seconds=0)), "host_seconds must be a number above 0"),
     "entry twice": (changed(lambda v: v["entries"].append(v["entries"][0])), "all_gather on 2x1 stands there twice"),
     "unknown op": (
         changed(lambda v: v["entries"][0].update(op="gossip")),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deepspeed_amsp.plan.builtin_profiles import find_profile
 from deepspeed_amsp.plan.cost import executor_cost
 from deepspeed_amsp.plan.factors import ShardFactor, enumerate_shardings
+from deepspeed_amsp.plan.profile import Op
 from deepspeed_amsp.plan.resolve import Overlap, Plan, PublishMode, ReduceMode
 from deepspeed_amsp.plan.routes import Routes
 from deepspeed_amsp.plan.specs import ClusterSpec, TrainSpec
@@ -77,6 +78,23 @@ def test_gathers_run_ahead_and_reductions_behind() -> None:
     assert found.exposed == {"gather": 32, "reduce_scatter": 32, "all_reduce": 0, "publish": 0}
 
 
+def test_messages_that_overlap_leave_the_link_early() -> None:
+    """As `test_a_slow_network_queues`, but the next one may go when half of the 48 are over: 50, 74, 98 + 48."""
+    found = step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(busy=0.5), times(10, 10, 10))
+    assert found.seconds == 98 + 48
+
+
+def test_issuing_takes_its_time_of_the_computing_thread() -> None:
+    """DDP as above with 3 s for each of three buckets; the two Broadcasts of every bucket's publish take 3 each."""
+    work = times(50, 50, 50)
+    assert step_time(MODEL, plan(ONE, ONE, ONE), WITHOUT, priced(host=3.0), work).seconds == 450 + 3 * 3 + 48
+    off = Overlap(publish=False)
+    one, other = (
+        step_time(MODEL, plan(ONE, ONE, NODE, overlap=off), WITHOUT, priced(host=h), work).seconds for h in (0, 3)
+    )
+    assert other - one == 3 * 3 + 3 * 2 * 3
+
+
 def test_a_recomputed_layer_gathers_the_one_before() -> None:
     """Two layers of one unit: backward gathers layer 1 (16 exposed), with it layer 0; forwards are repeated."""
     model = matrices(1, 1, layers=(0, 1))
@@ -108,14 +126,55 @@ def test_updates_take_time_on_the_owner() -> None:
 
 
 def test_compute_follows_from_flops() -> None:
-    """2 FLOPs an element and token: 10 x 8 elements, 4 x 3 tokens, at 50 % of 1 kFLOP/s; a backward is twice that."""
-    model = matrices(10, layers=(0,))
+    """2 FLOPs an element and token: 10 x 8 elements, 4 x 3 tokens, at 50 % of 1 kFLOP/s; a backward is twice that, but
+    of the first unit, whose input needs no gradient."""
+    model = matrices(10, 10, layers=(0, 0))
     cluster = ClusterSpec(1, 1, peak_flops=1000.0, efficiency=0.5, memory_bandwidth=60.0)
     found = compute(model, cluster, TrainSpec(sequence=4, micro_batch=3, recompute=True))
-    assert found.forward == found.recomputed == (2 * 80 * 12 / 500,)
-    assert found.backward == (2 * found.forward[0],)
+    one = 2 * 80 * 12 / 500
+    assert found.forward == found.recomputed == (one, one)
+    assert found.backward == (one, 2 * one)
     assert found.update == 0.5  # 30 bytes an element
-    assert found.step(2) == pytest.approx(2 * 4 * found.forward[0])
+    assert found.step(2) == pytest.approx(2 * 7 * one)
+
+
+def test_fp32_has_a_peak_of_its_own() -> None:
+    cluster = ClusterSpec(1, 1, peak_flops=1600.0, peak_flops_fp32=100.0)
+    halves, singles = (compute(MODEL, cluster, TrainSpec(parameter_bytes=width)) for width in (2, 4))
+    assert singles.forward == tuple(16 * seconds for seconds in halves.forward)
+
+
+def test_a_backward_ends_at_the_first_gradient() -> None:
+    """Two layers of two units; of the first layer only the second unit trains, of the second only the first."""
+    units = matrices(10, 10, 10, 10, layers=(0, 0, 1, 1)).units
+    frozen = tuple(
+        replace(unit, frozen=frozenset({unit.params[0].name})) if at in (0, 3) else unit
+        for at, unit in enumerate(units)
+    )
+    model = replace(matrices(10), units=frozen)
+    cluster = ClusterSpec(1, 1, peak_flops=1000.0, efficiency=1.0)
+    found = compute(model, cluster, TrainSpec(sequence=1))
+    one = 2 * 80 / 1000
+    assert found.forward == (one,) * 4 and found.recomputed == (0,) * 4
+    # Nothing; weights; weights and input; input.
+    assert found.backward == (0, one, 2 * one, one)
+    again = compute(model, cluster, TrainSpec(sequence=1, recompute=True))
+    assert again.recomputed == (one,) * 4 and again.backward == found.backward
+    none = replace(model, units=tuple(replace(u, frozen=frozenset({u.params[0].name})) for u in units))
+    assert compute(none, cluster, TrainSpec(sequence=1, recompute=True)).step(1) == 4 * one
+
+
+def test_units_behind_the_backward_are_gathered_once() -> None:
+    """s_p = 2, the first of three units is frozen: as in `test_gathers_run_ahead_and_reductions_behind` without its
+    part of the backward; a gather of 16 is exposed at either end, and the second unit's RS of 32."""
+    first, *others = MODEL.units
+    model = replace(MODEL, units=(replace(first, frozen=frozenset({first.params[0].name})), *others))
+    spent = replace(times(50, 50, 50), backward=(0, 50, 100))
+    found = step_time(model, plan(NODE, NODE, NODE), WITHOUT, priced(), spent)
+    assert found.seconds == 16 + 150 + 16 + 150 + 32
+    gathered = sum(line.calls for line in executor_cost(model, plan(NODE, NODE, NODE), WITHOUT, priced()).lines
+                   if line.message.op is Op.ALL_GATHER)  # fmt: skip
+    assert gathered == 5
 
 
 # ---- every plan --------------------------------------------------------------------------------------------
@@ -185,30 +244,3 @@ def test_owners_update_side_by_side() -> None:
     assert found.update == 2.0 * 8
     two = step_time(model, plan(ONE, ONE, NODE), TrainSpec(), priced(), times(50, 50, 50, 50, update=2.0))
     assert two.update == 2.0 * 16
-
-
-# ---- where stages are polled -------------------------------------------------------------------------------
-
-
-def test_a_polled_stage_goes_out_with_the_next_gradient() -> None:
-    """DDP in three stages over two nodes: RS 32 in the node, AR 240 of the half across, AG 16. Gradients at 250, 350
-    and 450. By itself: AR at 282, 522 and 762, the last AG ends at 762 + 240 + 16. Polled: the last unit's AR goes out
-    at 350, not 282 (done at 590); the middle one's at 450, behind it (830); the first one's only when the end of the
-    backward has waited for these (830 to 1070), then its AG."""
-    made = plan(ONE, ONE, ONE, dp=(2, 2), hierarchical=True)
-    work = times(50, 50, 50)
-    assert step_time(MODEL, made, WITHOUT, priced(), work).seconds == 762 + 240 + 16
-    assert step_time(MODEL, made, WITHOUT, priced(), work, polled=True).seconds == 1070 + 16
-
-
-@given(situations())
-@settings(max_examples=100, deadline=None)
-def test_polling_never_makes_a_step_faster_than_computation_or_slower_than_everything_in_turn(
-    situation: tuple[Plan, TrainSpec, Compute],
-) -> None:
-    made, train, work = situation
-    polled = step_time(LAYERED, made, train, PROFILE, work, polled=True)
-    cost = executor_cost(LAYERED, made, train, PROFILE).total
-    scalars = sum(PROFILE.time(*message[:3]) for message in Routes(made).scalars()) if train.gradient_clipping else 0
-    in_turn = work.step(train.micro_batches) + polled.update + cost + scalars
-    assert work.step(train.micro_batches) + polled.update - 1e-12 <= polled.seconds <= in_turn * (1 + 1e-9)

@@ -17,14 +17,21 @@ class Paid:
 
     Args:
         latency: seconds of every message on top.
+        busy: part of a message's time in which the next one cannot be under way.
+        host: see `Profile.host_seconds`.
     """
 
-    def __init__(self, latency: float = 0.0) -> None:
+    def __init__(self, latency: float = 0.0, busy: float = 1.0, host: float | None = None) -> None:
         self.latency = latency
+        self.share = busy
+        self.host_seconds = host
 
     def time(self, op: Op, bytes: float, mesh: ShardFactor, extrapolate: bool = False) -> float:
         assert mesh.size > 1, "what stays on a GPU is free and never asked for"
         return self.latency + RATES[op] * bytes * (10 if mesh.s1 > 1 else 1)
+
+    def busy(self, op: Op, bytes: float, mesh: ShardFactor) -> float:
+        return self.share * self.time(op, bytes, mesh)
 
 
 def matrices(*rows: int, columns: int = 8, layers: tuple[int | None, ...] = ()) -> ModelSpec:
@@ -41,5 +48,5 @@ def sharding(p: tuple[int, int], g: tuple[int, int], os: tuple[int, int], dp: tu
     return Sharding(ShardFactor(*p), ShardFactor(*g), ShardFactor(*os), ShardFactor(*dp))
 
 
-def priced(latency: float = 0.0) -> Any:
-    return Paid(latency)
+def priced(latency: float = 0.0, busy: float = 1.0, host: float | None = None) -> Any:
+    return Paid(latency, busy, host)
