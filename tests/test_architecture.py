@@ -177,8 +177,9 @@ def test_every_scheduled_action_has_a_profiler_label() -> None:
     assert issued >= 5 and "record_function" in text
 
 
-@pytest.mark.parametrize("tool", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+@pytest.mark.parametrize("tool", [["ruff", "check", "."], ["ruff", "format", "--check", "."]], ids=" ".join)
 def test_linters_are_clean(tool: list[str]) -> None:
+    """mypy, which takes a minute where it has no cache, is in `make lint`."""
     done = subprocess.run(
         [sys.executable, "-m", *tool],
         cwd=PACKAGE.parent,
