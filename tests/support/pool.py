@@ -85,7 +85,7 @@ class WorkerPool:
         self._directory = Path(tempfile.mkdtemp(prefix="amsp-pool-"))
         self._connections: list[Connection] = []
         self._processes: list[Any] = []  # of multiprocessing.context.ForkProcess, which not every system has
-        self._alive = True
+        self._alive, self._worn = True, False
         _LIVE.append(self)
         for rank in range(world_size):
             self._fork(rank)
@@ -95,6 +95,11 @@ class WorkerPool:
     def alive(self) -> bool:
         """False once the pool was closed or killed: then ask ``pool()`` for another."""
         return self._alive
+
+    @property
+    def worn(self) -> bool:
+        """True once a worker holds so much that another would be quicker (see ``tests.support.leftovers``)."""
+        return self._worn
 
     @property
     def pids(self) -> list[int]:
@@ -208,7 +213,8 @@ class WorkerPool:
             self._post(connection, "settle")
         everyone = range(self.world_size)
         answers, lost = self._receive("settled", worker.SETTLE_TIMEOUT_S, everyone)
-        wrong = [f"rank {rank}: {text}" for rank, text in sorted(answers.items()) if text]
+        wrong = [f"rank {rank}: {settled.wrong}" for rank, settled in sorted(answers.items()) if settled.wrong]
+        self._worn = self._worn or any(settled.worn for settled in answers.values())
         for rank, report in sorted(lost.items()):
             wrong.append(f"rank {rank} while tidying up: {report.message}\n{report.traceback}")
         return "\n".join(wrong)
@@ -293,8 +299,13 @@ _CACHED: OrderedDict[int, WorkerPool] = OrderedDict()
 
 
 def pool(world_size: int) -> WorkerPool:
-    """The cached pool of ``world_size`` ranks, forked if there is none alive; at most MAX_POOLS are kept."""
+    """The cached pool of ``world_size`` ranks, forked if there is none alive; at most MAX_POOLS are kept.
+
+    One that its jobs have worn out is replaced: to fork costs less than to go on with what they left.
+    """
     cached = _CACHED.pop(world_size, None)
+    if cached is not None and cached.worn:
+        cached.close()
     while cached is None and len(_CACHED) >= MAX_POOLS:
         _CACHED.popitem(last=False)[1].close()
     _CACHED[world_size] = cached if cached is not None and cached.alive else WorkerPool(world_size)

@@ -7,7 +7,7 @@ Conversation with the parent, over one pipe, every message a pickled tuple:
     ("port", int)                                            to every other rank
                                       ("ready", None)
     ("job", timeout_s, payload)       ("outcome", Outcome)   payload: pickled (fn, args, kwargs)
-    ("settle",)                       ("settled", "" or what is wrong)
+    ("settle",)                       ("settled", Settled)
     ("stop",)                         exits
 
 "settle" comes only when every rank has answered its job: it tidies up and checks, with a collective, that the
@@ -34,11 +34,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from tests.support.leftovers import Leftovers
 
 WATCHDOG_MARGIN_S = 10.0
 SETTLE_TIMEOUT_S = 60.0
-SLOW_COLLECTION_S = 0.05
 _ORPHAN_POLL_S = 0.5
 
 after_job: list[Callable[[], None]] = []
@@ -77,6 +79,14 @@ class Outcome:
     error: ErrorReport | None = None
 
 
+@dataclass(frozen=True)
+class Settled:
+    """What tidying up found: ``wrong`` ("" if nothing); ``worn`` says that another process would be quicker."""
+
+    wrong: str
+    worn: bool = False
+
+
 def stacks_path(directory: Path, rank: int) -> Path:
     """Where ``faulthandler`` of ``rank`` writes."""
     return directory / f"stacks-{rank}.txt"
@@ -84,6 +94,8 @@ def stacks_path(directory: Path, rank: int) -> Path:
 
 def serve(rank: int, world_size: int, conn: Connection, directory: Path) -> NoReturn:
     """The life of one worker; never returns."""
+    from tests.support.leftovers import Leftovers  # it imports torch: not when tests are collected
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     stacks = open(stacks_path(directory, rank), "w")  # noqa: SIM115 - open for life: faulthandler keeps its fd
     faulthandler.enable(file=stacks)
@@ -93,6 +105,7 @@ def serve(rank: int, world_size: int, conn: Connection, directory: Path) -> NoRe
     _init_distributed(rank, world_size, conn)
     groups_at_start = _groups_state()
     environment_at_start = dict(os.environ)
+    leftovers = Leftovers()
     gc.freeze()  # what torch and deepspeed imported is never garbage: each collection would cost 0.2 s for it
     _send(conn, "ready", None)
     while True:
@@ -108,10 +121,10 @@ def serve(rank: int, world_size: int, conn: Connection, directory: Path) -> NoRe
         elif kind == "settle":
             faulthandler.dump_traceback_later(SETTLE_TIMEOUT_S + WATCHDOG_MARGIN_S, exit=True, file=stacks)
             try:
-                wrong = _settle(groups_at_start, environment_at_start)
+                settled = _settle(groups_at_start, environment_at_start, leftovers)
             except Exception:  # noqa: BLE001 - this line must not be what ends the worker without a word
-                wrong = traceback.format_exc()
-            _send(conn, "settled", wrong)
+                settled = Settled(traceback.format_exc())
+            _send(conn, "settled", settled)
             faulthandler.cancel_dump_traceback_later()
         else:
             os._exit(0)  # not sys.exit: the interpreter's own shutdown could hang in gloo
@@ -198,12 +211,12 @@ def _run_job(payload: bytes) -> Outcome:
     return Outcome(time.monotonic(), value=value)
 
 
-def _settle(groups_at_start: dict[str, Any], environment: dict[str, str]) -> str:
-    """Tidies up after a job and says what is wrong ("" if nothing).
+def _settle(groups_at_start: dict[str, Any], environment: dict[str, str], leftovers: Leftovers) -> Settled:
+    """Tidies up after a job and says what is wrong.
 
-    Every group but the default one is destroyed (each costs 3 threads), DeepSpeed forgets its cached groups,
-    the environment is restored. Then all ranks meet in a collective: one that the job left unmatched on the
-    default group makes this one hang, here and not in an innocent later test.
+    Every group but the default one is destroyed, DeepSpeed forgets its cached groups, the environment is
+    restored. Then all ranks meet in a collective: one that the job left unmatched on the default group makes this
+    one hang, here and not in an innocent later test.
     """
     import torch
     import torch.distributed as dist
@@ -214,20 +227,14 @@ def _settle(groups_at_start: dict[str, Any], environment: dict[str, str]) -> str
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    began = time.process_time()
-    gc.collect()
-    if time.process_time() - began > SLOW_COLLECTION_S:
-        gc.freeze()  # a job has imported much (a compiler, say), which would be gone through after every later job
     if not dist.is_initialized():
-        return "the job destroyed the default group"
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+        return Settled("the job destroyed the default group")
+    worn = leftovers.tidy()
     try:
         dist.all_reduce(torch.zeros(1), async_op=True).wait(timedelta(seconds=SETTLE_TIMEOUT_S / 2))
     except RuntimeError as error:
-        return f"the job left the default group out of step ({error})"
-    return ""
+        return Settled(f"the job left the default group out of step ({error})")
+    return Settled("", worn)
 
 
 def _groups_state() -> dict[str, Any]:

@@ -60,6 +60,31 @@ def leave_a_mess() -> int:
     return before
 
 
+def threads() -> int:
+    """How many threads the process has, once all groups of earlier jobs are closed."""
+
+    from tests.support.leftovers import wait_until_closed
+
+    wait_until_closed()
+    return len(os.listdir("/proc/self/task"))
+
+
+KEPT: list[Any] = []
+
+
+def keep_groups(count: int) -> None:
+    """Makes groups that can never be collected."""
+
+    import torch.distributed as dist
+
+    KEPT.extend(dist.new_group(list(range(dist.get_world_size()))) for _ in range(count))
+
+
+def keep_objects() -> None:
+    """As a job that imports a compiler does."""
+    KEPT.extend([] for _ in range(1_000_000))
+
+
 def state_of_the_worker() -> tuple[int, bool, float]:
     """How many groups there are, whether the environment is dirty, a random number."""
 
@@ -150,6 +175,26 @@ def test_a_job_leaves_nothing_behind(pool: Pool) -> None:
     assert pool(4).run(leave_a_mess) == [1] * 4
     assert pool(4).run(state_of_the_worker) == clean
     assert clean[0][:2] == (1, False)
+
+
+def test_groups_that_a_job_leaves_are_closed(fresh_pool: Pool) -> None:
+    """Each would have three threads for ever."""
+    workers = fresh_pool(2)
+    before = workers.run(threads)
+    workers.run(leave_a_mess)
+    assert workers.run(threads) == before
+    assert not workers.worn
+
+
+def test_a_pool_that_keeps_much_is_replaced(pool: Pool) -> None:
+    """Groups that do not close, and what makes every collection slow."""
+    for job, arguments in ((keep_groups, (10,)), (keep_objects, ())):
+        workers = pool(2)
+        workers.run(job, *arguments)
+        workers.run(pid)  # groups had until here to close
+        assert workers.worn
+        assert pool(2) is not workers
+        assert not workers.alive
 
 
 def test_at_most_two_pools_live(pool: Pool) -> None:
