@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEMO = ["matplotlib>=3.7"]
-TEST = [*DEMO, "pytest>=8", "hypothesis>=6", "ruff", "mypy"]
+TEST = [*DEMO, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy"]
 
 setup(
     name="deepspeed_amsp",

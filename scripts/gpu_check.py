@@ -190,6 +190,13 @@ def run(rank: int, port: int, arguments: argparse.Namespace) -> None:
     import deepspeed
 
     deepspeed.init_distributed(arguments.backend, verbose=False)
+    checked(arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def checked(arguments: argparse.Namespace) -> None:
+    """The check on a rank whose default group stands, with the planted error if one is asked for."""
     if arguments.plant_missing_wait:
         from deepspeed_amsp.comm import Ticket
 
@@ -197,8 +204,6 @@ def run(rank: int, port: int, arguments: argparse.Namespace) -> None:
             CHECKS[arguments.check](arguments)
     else:
         CHECKS[arguments.check](arguments)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 # Before torch is imported anywhere: workers are forked from this process, and the child of a process with an
 # OpenMP thread pool hangs in its first parallel region. DeepSpeed picks its accelerator at import.
@@ -13,6 +13,26 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 
 from tests.support import pool as pool_module
+from tests.support.turns import PROCESSES, beside_others, turn
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs in two processes, file by file, where pytest-xdist is installed; `-n 0` says no."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    undecided = config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None
+    if whole and undecided and not beside_others() and not config.option.usepdb and (os.cpu_count() or 1) > 1:
+        config.option.numprocesses = PROCESSES
+        config.option.dist = "loadfile"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests marked `alone` wait until no other process runs a test, and the others wait for them."""
+    if not beside_others():
+        return (yield)
+    with turn(item.config.cache.mkdir("turns"), item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -90,6 +90,7 @@ def measured_slowly(effort: Effort, delay_s: float, known: list[Entry]) -> list[
     return told
 
 
+@pytest.mark.alone
 def test_times_are_those_of_the_collective_and_broadcasts_share_one() -> None:
     """40 ms each, beside each other: four broadcasts take 40 ms, which is 10 ms a broadcast, and so do four of any
     message that are issued together, the most that is looked at."""
@@ -109,6 +110,7 @@ def test_times_are_those_of_the_collective_and_broadcasts_share_one() -> None:
         assert point.each is not None and point.each < point.seconds / 2
 
 
+@pytest.mark.alone
 def test_it_stops_where_messages_take_too_long_and_knows_that_when_resumed() -> None:
     """4 rounds of 40 ms and one of four messages for 1 KB leave 140 of 300 ms: not enough for 2 KB, which would take
     460. Nor is it a second time."""
@@ -121,6 +123,7 @@ def test_it_stops_where_messages_take_too_long_and_knows_that_when_resumed() -> 
     assert [entry.op for entry, _ in gap] == [Op.ALL_REDUCE, Op.BROADCAST]
 
 
+@pytest.mark.alone
 def test_a_slow_network_gets_smaller_largest_messages() -> None:
     """4 rounds of 40 ms and one of four messages take 320 of 1402 ms for 1 KB: 3462 bytes at that price, 3460 in
     elements."""

@@ -103,6 +103,7 @@ def test_a_requested_trace_ends_the_script_after_its_steps(keep_going: bool, tmp
         assert [event["name"] for event in slices(document, rank, "step")] == ["step 2", "step 3"]
 
 
+@pytest.mark.alone
 def test_overlap_hides_what_is_exposed_without(tmp_path: Path) -> None:
     """Every collective takes 12 ms longer; the computation of a layer takes 8 ms and, in backward, 16."""
     shares = {}
