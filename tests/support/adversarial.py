@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class _State:
 
 
 _state = _State()
+_changing = threading.Lock()
+"""Held to change ``issued`` or ``in_flight``: the engine's threads issue and wait beside the main one."""
 
 
 def configure(seed: int = 0, max_delay_ms: float = 2.0, enabled: bool = True) -> None:
@@ -158,10 +161,12 @@ class Ticket(dist.Work):
         super().__init__()
         self.watched = watched
         self._text, self._work, self._delivery, self._waited = text, work, delivery, False
-        _state.issued += 1
-        chance = random.Random(f"{_state.seed}/{_rank()}/{_state.issued}").random()
+        with _changing:
+            _state.issued += 1
+            number = _state.issued
+            _state.in_flight.append(self)
+        chance = random.Random(f"{_state.seed}/{_rank()}/{number}").random()
         self.delay_s = chance * _state.max_delay_ms / 1000
-        _state.in_flight.append(self)
 
     def __str__(self) -> str:
         """The operation, its tensors, its rank and group."""
@@ -172,7 +177,8 @@ class Ticket(dist.Work):
         if self._waited:
             return True
         self._waited = True
-        _state.in_flight[:] = [other for other in _state.in_flight if other is not self]
+        with _changing:
+            _state.in_flight[:] = [other for other in _state.in_flight if other is not self]
         watched, self.watched = self.watched, []  # who keeps a ticket must not keep the copies
         delivery, self._delivery = self._delivery, []
         # Before the checks: this rank's part must be complete before it may fail, or the others hang.
@@ -301,7 +307,7 @@ class AdversarialGroup(PythonGroup):
         conflicts = [
             f"{other} already owns the {role} {tuple(tensor.shape)} of {op}"
             for role, tensor in owned
-            for other in _state.in_flight
+            for other in list(_state.in_flight)
             if any(one.forbids(tensor, role) for one in other.watched)
         ]
         work = start(*private)

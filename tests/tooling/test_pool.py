@@ -28,6 +28,12 @@ def pid() -> int:
     return os.getpid()
 
 
+def rested(pool: Pool, world_size: int) -> WorkerPool:
+    """The cached pool, after a job that has found out whether earlier tests wore it out."""
+    pool(world_size).run(pid)
+    return pool(world_size)
+
+
 def launch_environment() -> dict[str, str]:
     """What a launcher sets."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -149,7 +155,7 @@ def test_the_environment_is_a_launcher_s(pool: Pool) -> None:
 
 def test_collectives_work_and_processes_persist(pool: Pool) -> None:
     """The same processes serve job after job."""
-    pids = pool(4).run(pid)
+    pids = rested(pool, 4).run(pid)
     for result in pool(4).run(sum_over_ranks):
         assert result.tolist() == [6.0, 10.0, 14.0, 18.0]
     assert pool(4).run(pid) == pids == pool(4).pids
@@ -209,7 +215,7 @@ def test_at_most_two_pools_live(pool: Pool) -> None:
 
 def test_a_deepspeed_engine_trains_quickly(pool: Pool) -> None:
     """And the same way again."""
-    workers = pool(4)
+    workers = rested(pool, 4)
     first = workers.run(engine_losses, 3)
     again = workers.run(engine_losses, 3)
     for rank in range(4):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support.pool import RankError, WorkerPool
-from tests.tooling.test_pool import pid, sum_over_ranks
+from tests.tooling.test_pool import pid, rested, sum_over_ranks
 
 Pool = Callable[[int], WorkerPool]
 """The fixtures: from a world size to a pool."""
@@ -84,7 +84,7 @@ def all_reduce_alone(rank: int) -> None:
 
 def test_an_error_on_one_rank_is_reported_and_the_pool_lives_on(pool: Pool) -> None:
     """All ranks answered, so the pool is sound."""
-    workers = pool(4)
+    workers = rested(pool, 4)
     with pytest.raises(RankError, match=r"rank 2: builtins\.ValueError: planted on 2") as caught:
         workers.run(raise_on, 2)
     assert caught.value.rank == 2
