@@ -250,8 +250,11 @@ class Communicator:
         work = dist.all_to_all_single(received, sections, [own] * size, list(splits), group=group.handle, async_op=True)
 
         def total() -> None:
-            wide = torch.promote_types(received.dtype, torch.float32)
-            mine.copy_(received.view(size, own).sum(dim=0, dtype=wide))
+            first, *others = received.view(size, own)
+            summed = first.to(torch.promote_types(received.dtype, torch.float32))
+            for part in others:  # one after the other: a sum over the axis would widen all of them at once
+                summed.add_(part)
+            mine.copy_(summed)
 
         return self._ticket(entry, [work], [sections, mine], total)
 
