@@ -12,7 +12,6 @@ DeepSpeed: the script does, after it has set what it wants to be set before.
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated
 import typer
 
 from deepspeed_amsp.cli.options import LOCAL_RANK, fail
+from deepspeed_amsp.launch import Command
 from deepspeed_amsp.trace.session import Outcome, Session, TraceComplete, TraceRequest, requests
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -70,11 +70,8 @@ def _run(script: Path, arguments: list[str], request: TraceRequest) -> None:
     Raises:
         SystemExit: the script's, when it failed.
     """
-    sys.argv = [str(script), *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(script.parent.absolute())
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        Command(str(script), tuple(arguments)).run()
     except TraceComplete:
         _leave_groups()
         return

@@ -51,10 +51,14 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
-    env |= {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "OMP_NUM_THREADS": "1",
+    } | variables
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
