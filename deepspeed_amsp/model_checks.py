@@ -48,7 +48,7 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
                 f"{name} is empty: an engine with sharded parameters was made over this model and destroyed. Build the "
                 f"model anew, or gather its weights (engine.save_16bit_model) before destroying the engine",
             )
-        if is_cut(param) and param.nvme_swapper is not None:
+        if is_cut(param) and vars(param)["nvme_swapper"] is not None:
             raise refusal("amsp", f"zero.Init has put {name} on NVMe; build the model without a remote_device")
         if isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
             raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")

@@ -157,11 +157,12 @@ def _reference(stage: int, config: dict[str, Any]) -> tuple[list[str], list[list
     frozen_config = json.loads(json.dumps(accelerator.deepspeed_plugin.deepspeed_config))
     frozen_config["zero_optimization"]["stage"] = 3 if stage == 3 else 0
     frozen, *_ = deepspeed.initialize(model=tiny.llama(0), config=frozen_config)
+    frozen.eval()
     batch = {name: value[None] for name, value in tiny.rows(1)[0].items()}
     losses = []
     for _ in range(2):
         with torch.no_grad():
-            before = frozen.eval()(**batch).loss
+            before = frozen(**batch).loss
         loss = model(**batch).loss
         accelerator.backward(loss)
         losses.append([float(loss.detach()), float(before)])
