@@ -23,7 +23,9 @@ def group_lines(sharding: Sharding, order: tuple[int, ...]) -> Iterator[str]:
     ):
         if width > 1:
             ranks = [order[position] for position in range(0, end, stride)]
-            yield f"{dp // width} groups of {width} ranks that {what}: {shortened(ranks)}, ..."
+            count = dp // width
+            groups, more = ("group", "") if count == 1 else ("groups", ", ...")
+            yield f"{count} {groups} of {width} ranks that {what}: {shortened(ranks)}{more}"
 
 
 def shortened(ranks: list[int]) -> str:

@@ -93,24 +93,24 @@ def config_file(arguments: Sequence[str], env: Mapping[str, str]) -> str | None:
         option, equals, value = word.partition("=")
         if option in CONFIG_OPTIONS:
             following = arguments[index + 1] if not equals and index + 1 < len(arguments) else value
-            if following and not following.startswith("-"):
+            if following and not following.startswith(("-", "{")):  # the Trainer takes JSON itself, too
                 return following
     named = env.get(CONFIG_VARIABLE, "none")
     return None if named == "none" else named
 
 
-def has_block(path: str) -> bool:
-    """Whether the ds_config holds an enabled block; the block and what stands beside it are checked.
+def has_block(ds_config: str) -> bool:
+    """Whether a ds_config, a path or base64, holds an enabled block; it and what stands beside it are checked.
 
     Raises:
         LaunchError: there is no such file, or it is no ds_config.
         ConfigError: the block is wrong, or cannot stand beside what stands there. An "auto" outside the block may
             still be filled in.
     """
-    from deepspeed_amsp.config import load_config_file, preflight, read_block
+    from deepspeed_amsp.config import load_config, preflight, read_block
 
     try:
-        config = load_config_file(path)
+        config = load_config(ds_config)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

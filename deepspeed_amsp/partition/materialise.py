@@ -26,7 +26,7 @@ def whole_shape(param: torch.Tensor) -> torch.Size:
 
 def is_cut(param: Any) -> bool:
     """Whether deepspeed.zero.Init has cut the parameter, and nobody has taken it over since."""
-    return hasattr(param, "ds_id") and hasattr(param, "convert_to_zero_parameters")
+    return hasattr(param, "ds_id") and hasattr(param, "nvme_swapper")
 
 
 def uncut(module: nn.Module) -> None:

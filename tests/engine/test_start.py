@@ -52,6 +52,13 @@ def test_groups_of_a_plan() -> None:
     ]
 
 
+def test_one_group() -> None:
+    whole = ShardFactor(2, 2)
+    assert list(group_lines(Sharding(whole, whole, whole, whole), (0, 2, 1, 3))) == [
+        "1 group of 4 ranks that share the parameters: 0 2 1 3"
+    ]
+
+
 def test_memory_line() -> None:
     assert memory_line(3, {"P": 2_000_000, "master": 1_500_000_000}) == (
         "MB at rest on rank 3: P 2.0, master 1,500.0; together 1,502.0"

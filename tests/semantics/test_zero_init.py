@@ -83,6 +83,29 @@ def _second_engine(case: Case) -> str:
     return kind
 
 
+def _evaluated_by_another(case: Case) -> str:
+    import deepspeed
+
+    from tests.support.jobs import make_engine
+
+    engine = make_engine(case)
+    without_block = {key: value for key, value in case.ds_config().items() if key != "amsp"}
+    try:
+        deepspeed.initialize(model=engine.module, config=without_block)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "accepted"
+
+
+def test_deepspeeds_engine_is_refused_a_model_that_is_ours() -> None:
+    """What Lightning's validate() does after fit() at stage 3."""
+    case = case_for(ZERO3, {"reduce": "two_level", "publish": "broadcast", "micro_batches": 1, "clip": 0.0})
+    for said in pool(4).run(_evaluated_by_another, case):
+        assert "evaluate with that engine" in said
+
+
 def test_an_engine_without_an_optimizer_is_deepspeeds_own() -> None:
     """A frozen reference beside the model that is trained, or the Trainer's evaluation."""
     case = case_for(ZERO3, {"reduce": "two_level", "publish": "broadcast", "micro_batches": 1, "clip": 0.0})
