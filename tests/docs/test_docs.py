@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ FOREIGN = ("a variable needed for gradient computation", "The size of tensor a (
 def fences(page: Path, language: str) -> Iterator[tuple[int, str]]:
     """(line, text) of the code blocks of a page in ``language``."""
     text = page.read_text(encoding="utf-8")
-    for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        yield text[: found.start()].count("\n") + 1, found[1]
+    for found in re.finditer(rf"^ *```{language}\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        yield text[: found.start()].count("\n") + 1, textwrap.dedent(found[1])
 
 
 def examples(language: str) -> list[Any]:
