@@ -106,6 +106,7 @@ def test_a_newcomers_walk_through_the_tutorial() -> None:
     runs = ROOT / "runs"
     for command in walk:
         line = re.sub(r"^deepspeed ", f"deepspeed --master_port {free_port()} ", command)
+        line = re.sub(r"^amsp ", "python -m deepspeed_amsp.cli ", line)
         done = run(["bash", "-c", line], ROOT, DS_ACCELERATOR="cpu")
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         if command.startswith("amsp plan"):

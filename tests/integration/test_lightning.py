@@ -51,11 +51,22 @@ def _module() -> Any:
     return Module
 
 
+def _strategy(config: dict[str, Any]) -> Any:
+    """From the file, or at stage 2 from arguments, of which Lightning makes a config of its own (shape C18)."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    if config["zero_optimization"]["stage"] != 2:
+        return DeepSpeedStrategy(config=config)
+    strategy = DeepSpeedStrategy(stage=2, allgather_bucket_size=1000, reduce_bucket_size=1000)
+    if "amsp" in config:
+        strategy.config["amsp"] = config["amsp"]
+    return strategy
+
+
 def _trainer(config: dict[str, Any], folder: str, world: int, epochs: int) -> Any:
     """On CPUs, which the strategy refuses: the accelerator says that it is a GPU's, and that its GPUs are CPUs."""
     import lightning.pytorch as pl
     from lightning.pytorch.accelerators import CUDAAccelerator
-    from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class Cpus(CUDAAccelerator):
         def setup_device(self, device: torch.device) -> None: ...
@@ -82,7 +93,7 @@ def _trainer(config: dict[str, Any], folder: str, world: int, epochs: int) -> An
             return True
 
     return pl.Trainer(
-        accelerator=Cpus(), devices=world, strategy=DeepSpeedStrategy(config=config), max_epochs=epochs,
+        accelerator=Cpus(), devices=world, strategy=_strategy(config), max_epochs=epochs,
         accumulate_grad_batches=2, gradient_clip_val=0.5, default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
