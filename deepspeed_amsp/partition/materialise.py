@@ -81,9 +81,8 @@ class Materialiser:
         reset = self._reset(module, name) if buffers or None in found else None
         dtypes = [param.dtype for param in params]
         for param in params:
-            real = nn.Parameter(
-                torch.empty_like(param, device=self._device, dtype=_wide(param.dtype)), param.requires_grad
-            )
+            wide = param.dtype if reset is None else _wide(param.dtype)
+            real = nn.Parameter(torch.empty_like(param, device=self._device, dtype=wide), param.requires_grad)
             # swap_tensors() refuses a tensor that anybody watches weakly, as torch itself does with meta tensors.
             torch._C._swap_tensor_impl(param, real)
         for key, buffer in buffers.items():
