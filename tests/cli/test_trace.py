@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -47,8 +48,11 @@ finally:
 
 
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """One below those that the kernel hands out: it is bound seconds later, and other tests open sockets meanwhile."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
