@@ -5,8 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEMO = ["matplotlib>=3.7"]
-TEST = [*DEMO, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy", "safetensors"]
-INTEGRATIONS = ["transformers>=5", "accelerate>=1.10", "lightning>=2.5", "peft>=0.17", "safetensors"]
+INTEGRATIONS = ["transformers>=5.24", "accelerate>=1.15", "lightning>=2.6", "peft>=0.21", "safetensors"]
+TEST = [*DEMO, *INTEGRATIONS, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy"]
 
 setup(
     name="deepspeed_amsp",
