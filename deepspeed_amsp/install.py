@@ -97,10 +97,13 @@ def _chosen(cls: type[DeepSpeedEngine], kwargs: Mapping[str, Any]) -> type[DeepS
 
     config_class = kwargs.get("config_class")
     wanted = config_class is not None and read_block(config_class._param_dict) is not None
+    from deepspeed_amsp.model_checks import refusal, refuse_taken
+
     if not wanted or (cls is DeepSpeedEngine and _infers(kwargs)):
+        if config_class is not None and kwargs.get("model") is not None:
+            refuse_taken(kwargs["model"], config_class.zero_optimization_stage)
         return cls
     from deepspeed_amsp.engine import AMSPEngine
-    from deepspeed_amsp.model_checks import refusal
 
     if cls is DeepSpeedEngine:
         return AMSPEngine

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from torch import nn
 
 from deepspeed_amsp.config import ConfigError, Problem, preflight
-from deepspeed_amsp.partition.materialise import is_cut
+from deepspeed_amsp.partition.materialise import is_cut, whole_shape
 from deepspeed_amsp.state_access import StateAccess
 
 FREED = "_amsp_freed"
@@ -52,6 +52,22 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
             raise refusal("amsp", f"zero.Init has put {name} on NVMe; build the model without a remote_device")
         if isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
             raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")
+
+
+def refuse_taken(model: nn.Module, stage: int) -> None:
+    """Raises ConfigError where DeepSpeed's own engine is to take a model from an amsp engine and would find nothing.
+
+    Whole parameters are there for anybody, but for stage 3, which takes our marks on them for its own.
+    """
+    for param in model.parameters():
+        if isinstance(vars(param).get("_z3_optimizer"), StateAccess):
+            if stage == 3 or param.shape != whole_shape(param):
+                raise refusal(
+                    "amsp",
+                    "the model belongs to an amsp engine, which has its parameters: evaluate with that engine (or let "
+                    "Lightning validate within fit), or export the weights and build the model anew",
+                )
+            return
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -176,7 +176,6 @@ class StateAccess:
             "ds_status": status,
             "ds_process_group": ds_comm.get_world_group(),
             "ds_tensor": self._own_part(unit, spec.name),
-            "convert_to_zero_parameters": _refuse_another_engine,
             "all_gather": lambda param_list=None, **_: self._gather(param_list or [param]),
             "partition": lambda param_list=None, has_been_updated=False, **_: self._partition(
                 param_list or [param], has_been_updated
@@ -285,14 +284,6 @@ class StateAccess:
             return None
         flat: list[Any] = [part.detach().reshape(-1) for part in parts if part is not None]
         return torch.cat(flat) if flat else torch.empty(0, device=self._optimizer.device)
-
-
-def _refuse_another_engine(**_: Any) -> None:
-    """What an engine of DeepSpeed's own stage 3 calls first, where it finds parameters that are cut."""
-    raise RuntimeError(
-        "the model belongs to an amsp engine, which has its parameters: evaluate with that engine (engine.eval(), or "
-        "Lightning's validation within fit), or export the weights and build the model anew"
-    )
 
 
 def _check_shape(name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:

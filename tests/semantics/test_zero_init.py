@@ -92,7 +92,7 @@ def _evaluated_by_another(case: Case) -> str:
     without_block = {key: value for key, value in case.ds_config().items() if key != "amsp"}
     try:
         deepspeed.initialize(model=engine.module, config=without_block)
-    except RuntimeError as error:
+    except ValueError as error:
         return str(error)
     finally:
         engine.destroy()
