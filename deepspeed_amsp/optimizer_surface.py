@@ -84,8 +84,8 @@ class OptimizerSurface(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def gather_hits(self) -> tuple[int, int]:
-        """(uses of sharded units in passes, those whose gather had been issued before), since the engine was made."""
-        return (0, 0) if self._gatherer is None else (self._gatherer.uses, self._gatherer.hits)
+        """(gathers for passes, those that had been issued ahead of their use), since the engine was made."""
+        return (0, 0) if self._gatherer is None else (self._gatherer.gathers, self._gatherer.hits)
 
     def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
         """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""

@@ -88,8 +88,8 @@ class Runtime:
     def scalars(self) -> dict[str, float]:
         """What monitors show of the last whole step on this rank, beside DeepSpeed's own scalars.
 
-        bytes_<purpose>: of whole messages; gather_hits: the share of uses of sharded units, since this was last asked,
-        whose gather had been issued before; exposed_ms_<purpose>: while a trace is recorded on the host's clock.
+        bytes_<purpose>: of whole messages; gather_hits: the share of gathers, since this was last asked, that had been
+        issued ahead of their use; exposed_ms_<purpose>: while a trace is recorded on the host's clock.
         """
         found: dict[str, float] = {}
         for row in self.collectives():
