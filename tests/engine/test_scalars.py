@@ -48,4 +48,5 @@ def test_scalars(ahead: bool, tmp_path: Path) -> None:
             assert found["gather_hits"] >= 0.5
         else:
             assert found["gather_hits"] == 0
-            assert found["exposed_ms_gather"] >= 2 * MATRICES * 1e3 * DELAY_S
+            # The delay begins when a gather is issued, a moment before anybody waits for it.
+            assert found["exposed_ms_gather"] >= 0.9 * 2 * MATRICES * 1e3 * DELAY_S
