@@ -5,7 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 DEMO = ["matplotlib>=3.7"]
-TEST = [*DEMO, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy"]
+INTEGRATIONS = ["transformers>=5.24", "accelerate>=1.15", "lightning>=2.6", "peft>=0.21", "safetensors"]
+TEST = [*DEMO, *INTEGRATIONS, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy"]
 
 setup(
     name="deepspeed_amsp",
@@ -19,5 +20,5 @@ setup(
     package_data={"deepspeed_amsp": ["py.typed"]},
     install_requires=["torch>=2.7", "deepspeed>=0.19.5,<0.20", "pydantic>=2", "pyyaml>=6", "typer>=0.12", "rich>=13"],
     entry_points={"console_scripts": ["amsp = deepspeed_amsp.cli.app:main"]},
-    extras_require={"demo": DEMO, "test": TEST},
+    extras_require={"demo": DEMO, "test": TEST, "integrations": INTEGRATIONS},
 )

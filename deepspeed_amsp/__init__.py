@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepspeed_amsp.config import ConfigError
     from deepspeed_amsp.engine import AMSPEngine
     from deepspeed_amsp.optimizer import AMSPOptimizer
+    from deepspeed_amsp.partition.stream import Init, WeightsError
     from deepspeed_amsp.plan.factors import FactorError, ShardFactor, Sharding
     from deepspeed_amsp.plan.layout import LayoutError
     from deepspeed_amsp.plan.resolve import Plan
@@ -27,11 +28,13 @@ __all__ = [
     "AMSPOptimizer",
     "ConfigError",
     "FactorError",
+    "Init",
     "LayoutError",
     "Plan",
     "ShardFactor",
     "Sharding",
     "TopologyError",
+    "WeightsError",
     "initialize",
     "install",
 ]
@@ -41,11 +44,13 @@ _HOMES = {
     "AMSPOptimizer": "optimizer",
     "ConfigError": "config",
     "FactorError": "plan.factors",
+    "Init": "partition.stream",
     "LayoutError": "plan.layout",
     "Plan": "plan.resolve",
     "ShardFactor": "plan.factors",
     "Sharding": "plan.factors",
     "TopologyError": "topology",
+    "WeightsError": "partition.stream",
 }
 """Public names that are imported when somebody asks for them: some need DeepSpeed, and planning needs few."""
 

@@ -35,7 +35,7 @@ from deepspeed_amsp.model_checks import (
     refuse_scripted,
 )
 from deepspeed_amsp.optimizer import AMSPOptimizer
-from deepspeed_amsp.partition.materialise import materialise
+from deepspeed_amsp.partition.materialise import Materialiser
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
 from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_settings
@@ -95,7 +95,8 @@ class AMSPEngine(CheckpointingEngine):
         if dist.get_rank() == 0:
             if found:
                 logger.info(f"amsp: {found}")
-            logger.info(f"amsp: {plan.describe()}; {len(self.amsp.units)} units")
+            for line in self.amsp.describe():
+                logger.info(f"amsp: {line}")
             lines = preflight_warnings(config_class._param_dict, config_class.gradient_clipping)
             order = launch_order_warning(torch.device(self.device).type, plan.merge_communicators, os.environ)
             for line in [*lines, *([order] if order else [])]:
@@ -106,16 +107,17 @@ class AMSPEngine(CheckpointingEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Cast and place the module; with s_p > 1 the device only ever sees one whole unit at a time."""
+        materialise = Materialiser(model, torch.device(self.device), reads=dist.get_rank() == 0)
         if not self._sharded:
             for name, module in model.named_modules():
-                materialise(module, name, self.device)
+                materialise(module, name)
         stay = self.dont_change_device
         self.dont_change_device = stay or self._sharded
         try:
             super()._configure_distributed_model(model)
         finally:
             self.dont_change_device = stay
-        members = find_units(self.module, prepare=lambda module, name: materialise(module, name, self.device))
+        members = find_units(self.module, prepare=materialise)
         if not self._sharded:
             self.amsp.units = [ReplicatedUnit(index, unit) for index, unit in enumerate(members)]
             return
@@ -274,8 +276,12 @@ class AMSPEngine(CheckpointingEngine):
         self._tree.check()
         boundary = self.is_gradient_accumulation_boundary()
         self.amsp.comm.phase("step")
+        steps = self.global_steps
         result = super().step(*args, **kwargs)
         self.amsp.comm.phase(None)
+        if self.global_steps > steps and self.monitor.enabled and self.global_rank == 0:
+            scalars = self.amsp.scalars().items()
+            self.monitor.write_events([(f"Train/AMSP/{name}", value, self.global_samples) for name, value in scalars])
         self.amsp.step_over()
         if boundary:
             self._check_save()

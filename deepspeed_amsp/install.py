@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from deepspeed_amsp.engine import AMSPEngine
     from deepspeed_amsp.optimizer import AMSPOptimizer
+
+engines_made: Counter[str] = Counter()
+"""How many engines of which class this process has begun to make, by name, since the plugin was installed."""
 
 
 def install_with_deepspeed() -> None:
@@ -80,26 +84,52 @@ def install() -> None:
 
 
 def _choose_engine(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
+    chosen = _chosen(cls, kwargs)
+    engines_made[chosen.__name__] += 1
+    return object.__new__(chosen)
+
+
+def _chosen(cls: type[DeepSpeedEngine], kwargs: Mapping[str, Any]) -> type[DeepSpeedEngine]:
+    """The class of the engine that ``cls(**kwargs)`` makes."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from deepspeed_amsp.config import read_block
 
     config_class = kwargs.get("config_class")
     wanted = config_class is not None and read_block(config_class._param_dict) is not None
-    if not wanted:
-        return object.__new__(cls)
+    from deepspeed_amsp.model_checks import refusal, refuse_taken
+
+    if not wanted or (cls is DeepSpeedEngine and _infers(kwargs)):
+        if config_class is not None and kwargs.get("model") is not None:
+            refuse_taken(kwargs["model"], config_class.zero_optimization_stage)
+        return cls
     from deepspeed_amsp.engine import AMSPEngine
-    from deepspeed_amsp.model_checks import refusal
 
     if cls is DeepSpeedEngine:
-        return object.__new__(AMSPEngine)
+        return AMSPEngine
     if not issubclass(cls, AMSPEngine):
         raise refusal(
             "amsp",
             f"the block cannot be used with DeepSpeed's {cls.__name__}: pass a plain nn.Module instead of a "
             f"PipelineModule and switch the hybrid engine off, or remove the block",
         )
-    return object.__new__(cls)
+    return cls
+
+
+def _infers(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an engine is made that cannot train, such as a frozen reference model or an evaluation by the Trainer.
+
+    Without an optimizer DeepSpeed only has stages 0 and 3. The block is about training, so the engine is DeepSpeed's.
+    """
+    import torch.distributed as dist
+    from deepspeed.utils import logger
+
+    config = kwargs["config_class"]
+    if kwargs.get("optimizer") is not None or config.optimizer_name or config.zero_optimization_stage not in (0, 3):
+        return False
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("amsp: an engine without an optimizer does not train: it is DeepSpeed's own, the block is not used")
+    return True
 
 
 def _check_before(config_class: type[DeepSpeedConfig]) -> None:
@@ -138,15 +168,19 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[AMSPEngine, AMSPOptimizer, An
     """``deepspeed.initialize`` that insists on an enabled "amsp" block.
 
     Raises:
-        ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO.
+        ConfigError: the config holds no enabled block, so DeepSpeed would have trained plain ZeRO; or there is no
+            optimizer, so nothing would have been trained.
     """
     import deepspeed
 
+    from deepspeed_amsp.config import read_block
     from deepspeed_amsp.engine import AMSPEngine
     from deepspeed_amsp.model_checks import refusal
 
     install()
     engine, optimizer, dataloader, scheduler = deepspeed.initialize(*args, **kwargs)
     if not isinstance(engine, AMSPEngine):
-        raise refusal("amsp", 'there is no enabled "amsp" block in the config; add one, or call deepspeed.initialize')
+        has_block = read_block(engine._config._param_dict) is not None
+        missing = "optimizer" if has_block else 'enabled "amsp" block in the config'
+        raise refusal("amsp", f"there is no {missing}; add one, or call deepspeed.initialize")
     return engine, optimizer, dataloader, scheduler

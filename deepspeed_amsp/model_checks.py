@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from torch import nn
 
 from deepspeed_amsp.config import ConfigError, Problem, preflight
+from deepspeed_amsp.partition.materialise import is_cut, whole_shape
 from deepspeed_amsp.state_access import StateAccess
 
 FREED = "_amsp_freed"
@@ -35,6 +37,10 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
             )
     if any(isinstance(module, MoE) for module in model.modules()):
         raise refusal("amsp", "deepspeed.moe.layer.MoE has experts of its own on every rank, which would be averaged")
+    if any(isinstance(module._parameters, ZeROOrderedDict) for module in model.modules()):
+        raise refusal(
+            "amsp", "an engine of DeepSpeed's own stage 3 was made over this model, and left its hooks; build it anew"
+        )
     for name, param in model.named_parameters():
         if getattr(param, FREED, False):
             raise refusal(
@@ -42,12 +48,26 @@ def refuse_model(model: nn.Module, mpu: Any) -> None:
                 f"{name} is empty: an engine with sharded parameters was made over this model and destroyed. Build the "
                 f"model anew, or gather its weights (engine.save_16bit_model) before destroying the engine",
             )
-        if hasattr(param, "ds_id") and not isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
-            raise refusal(
-                "amsp", "the model was built under deepspeed.zero.Init, which has cut its parameters; build it plainly"
-            )
-        if hasattr(param, "ds_id"):
+        if is_cut(param) and vars(param)["nvme_swapper"] is not None:
+            raise refusal("amsp", f"zero.Init has put {name} on NVMe; build the model without a remote_device")
+        if isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
             raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")
+
+
+def refuse_taken(model: nn.Module, stage: int) -> None:
+    """Raises ConfigError where DeepSpeed's own engine is to take a model from an amsp engine and would find nothing.
+
+    Whole parameters are there for anybody, but for stage 3, which takes our marks on them for its own.
+    """
+    for param in model.parameters():
+        if isinstance(vars(param).get("_z3_optimizer"), StateAccess):
+            if stage == 3 or param.shape != whole_shape(param):
+                raise refusal(
+                    "amsp",
+                    "the model belongs to an amsp engine, which has its parameters: evaluate with that engine (or let "
+                    "Lightning validate within fit), or export the weights and build the model anew",
+                )
+            return
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from deepspeed_amsp.partition.materialise import whole_shape
 from deepspeed_amsp.partition.params import find_units
 from deepspeed_amsp.plan.specs import Mixture, ModelSpec, SpecError, UnitSpec
 
@@ -60,7 +61,7 @@ def blocks_of(module: nn.Module) -> tuple[str, list[nn.Module]]:
     for name, part in module.named_modules():
         members = list(part.children()) if isinstance(part, nn.ModuleList) else []
         if members and len({type(member) for member in members}) == 1:
-            size = sum(p.numel() for p in part.parameters())
+            size = sum(whole_shape(p).numel() for p in part.parameters())
             if size > best[0]:
                 best = (size, name, members)
     return best[1], best[2]
@@ -75,7 +76,8 @@ def _with_tied_heads(units: list[UnitSpec], modules: dict[str, nn.Module]) -> li
         last = order.get(name, last)
         weight = getattr(part, "weight", None) if isinstance(part, nn.Linear) else None
         if weight is not None and id(weight) in seen and name not in order:
-            units[last] = replace(units[last], flops_per_token=units[last].flops_per_token + 2.0 * weight.numel())
+            flops = units[last].flops_per_token + 2.0 * whole_shape(weight).numel()
+            units[last] = replace(units[last], flops_per_token=flops)
         for param in part.parameters(recurse=False):
             seen.setdefault(id(param), name)
     return units

@@ -82,6 +82,11 @@ class OptimizerSurface(ZeROOptimizer):  # type: ignore[misc]
         if self._gatherer is not None:
             self._gatherer.values_changed()
 
+    @property
+    def gather_hits(self) -> tuple[int, int]:
+        """(gathers for passes, those that had been issued ahead of their use), since the engine was made."""
+        return (0, 0) if self._gatherer is None else (self._gatherer.gathers, self._gatherer.hits)
+
     def gathered_units(self) -> Iterator[tuple[Unit, list[torch.Tensor]]]:
         """Every sharded unit with its whole parameters, one after the other. Collective: all ranks iterate."""
         if self._gatherer is None:

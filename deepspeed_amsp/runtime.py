@@ -11,6 +11,7 @@ from typing import Any
 from deepspeed.comm.comm import comms_logger
 from torch import nn
 
+from deepspeed_amsp.about import group_lines, memory_line
 from deepspeed_amsp.comm import Communicator, LogEntry
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer import AMSPOptimizer
@@ -18,6 +19,7 @@ from deepspeed_amsp.partition.accounting import Bytes
 from deepspeed_amsp.partition.params import Unit
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.topology import Topology
+from deepspeed_amsp.trace.reading import exposed_lately
 from deepspeed_amsp.trace.session import Session, requests
 
 
@@ -31,6 +33,7 @@ class Runtime:
         self.comm = Communicator()
         self.units: list[Unit] = []
         self.optimizer: AMSPOptimizer | None = None
+        self._gathers_seen = (0, 0)
 
     def ready(self, model: nn.Module, compiled: Callable[[], bool]) -> None:
         """The engine is complete. ``compiled`` says whether torch.compile was applied by now."""
@@ -38,6 +41,16 @@ class Runtime:
         self._compiled = compiled
         for request in requests:
             request.begin(self, model, forwards=not compiled())
+
+    def describe(self) -> list[str]:
+        """The plan, its groups and what rests on this rank, a line each; gradients and activations come on top."""
+        order = self.topology.ranks_along(self.plan.nodes)
+        lines = [f"{self.plan.describe()}; {len(self.units)} units", *group_lines(self.plan.sharding, order)]
+        if self.optimizer is not None:
+            accounting = self.optimizer.accounting
+            rests = {"P": accounting.parameters(), "master": accounting.masters(), "moments": accounting.moments()}
+            lines.append(memory_line(self.mesh.rank, {kind: size["formula"] for kind, size in rests.items()}))
+        return lines
 
     def memory_report(self) -> dict[str, Bytes]:
         """Bytes on this rank by "P", "G", "master" and "moments", held and by formula with true owner loads.
@@ -71,6 +84,25 @@ class Runtime:
             {"kind": kind, "purpose": purpose, "count": counts[kind, purpose], "bytes": sizes[kind, purpose]}
             for kind, purpose in counts
         ]
+
+    def scalars(self) -> dict[str, float]:
+        """What monitors show of the last whole step on this rank, beside DeepSpeed's own scalars.
+
+        bytes_<purpose>: of whole messages; gather_hits: the share of gathers, since this was last asked, that had been
+        issued ahead of their use; exposed_ms_<purpose>: while a trace is recorded on the host's clock.
+        """
+        found: dict[str, float] = {}
+        for row in self.collectives():
+            name = f"bytes_{row['purpose']}"
+            found[name] = found.get(name, 0.0) + row["bytes"]
+        if self.optimizer is not None:
+            now, before = self.optimizer.gather_hits, self._gathers_seen
+            self._gathers_seen = now
+            if now[0] > before[0]:
+                found["gather_hits"] = (now[1] - before[1]) / (now[0] - before[0])
+        if self.comm.recorder is not None:
+            found |= {f"exposed_ms_{kind}": value for kind, value in exposed_lately(self.comm.recorder).items()}
+        return found
 
     @contextmanager
     def tracing(self, path: str | Path) -> Iterator[Session]:

@@ -22,6 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("simulate",),
     ("topology",),
     ("leaf_table",),
+    ("about",),
     ("placement",),
     ("mesh",),
     ("trace",),
@@ -45,6 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("autoplan",),
     ("engine",),
     ("install",),
+    ("launch",),
     ("compare",),
     ("cli",),
 ]

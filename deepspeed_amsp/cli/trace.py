@@ -12,7 +12,6 @@ DeepSpeed: the script does, after it has set what it wants to be set before.
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated
 import typer
 
 from deepspeed_amsp.cli.options import LOCAL_RANK, fail
+from deepspeed_amsp.launch import Command, LaunchError
 from deepspeed_amsp.trace.session import Outcome, Session, TraceComplete, TraceRequest, requests
 
 CONTEXT = {"allow_interspersed_args": False}
@@ -52,29 +52,28 @@ def trace(
         fail("trace", f"--steps must be at least 1, got {steps}")
     if skip < 0:
         fail("trace", f"--skip must be at least 0, got {skip}")
-    if not script.is_file():
-        fail("trace", f"no such script: {script.absolute()}")
+    launcher = [] if local_rank is None else [f"--local_rank={local_rank}"]
+    try:
+        command = Command(str(script), (*launcher, *(arguments or ())))
+    except LaunchError as error:
+        fail("trace", str(error))
     out = out.absolute()  # the script may change the folder
     if not out.parent.is_dir() or out.is_dir():
         fail("trace", f"--out must be a file in a folder that exists, got {out}")
     request = TraceRequest(steps, skip, out, keep_going, _report)
     requests.append(request)
-    launcher = [] if local_rank is None else [f"--local_rank={local_rank}"]
     _alone_unless_launched()
-    _run(script, [*launcher, *(arguments or [])], request)
+    _run(command, request)
 
 
-def _run(script: Path, arguments: list[str], request: TraceRequest) -> None:
+def _run(command: Command, request: TraceRequest) -> None:
     """Run the script to its end or to that of the trace.
 
     Raises:
         SystemExit: the script's, when it failed.
     """
-    sys.argv = [str(script), *arguments]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(script.parent.absolute())
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        command.run()
     except TraceComplete:
         _leave_groups()
         return
@@ -85,12 +84,17 @@ def _run(script: Path, arguments: list[str], request: TraceRequest) -> None:
     if request.session is None:
         fail(
             "trace",
-            f'{script} made no amsp engine, so there is nothing to record: its ds_config needs an enabled "amsp" block',
+            f"{command.target} made no amsp engine, so there is nothing to record: its ds_config needs an enabled "
+            '"amsp" block',
             code=1,
         )
     if request.session.outcome is None or not request.session.outcome.steps:
         taken = request.session.recorder.step - 1
-        fail("trace", f"{script} took {taken} steps, and --skip {request.skip} leaves none of them to record", code=1)
+        fail(
+            "trace",
+            f"{command.target} took {taken} steps, and --skip {request.skip} leaves none of them to record",
+            code=1,
+        )
 
 
 def _report(session: Session, outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from deepspeed_amsp.partition.materialise import whole_shape
 from deepspeed_amsp.plan.layout import ParamSpec, Piece, UnitLayout
 
 
@@ -244,9 +245,9 @@ def find_units(model: nn.Module, prepare: Callable[[nn.Module, str], None]) -> I
             if id(param) in seen:
                 continue
             seen.add(id(param))
-            if param.dtype.is_floating_point and param.numel():
+            if param.dtype.is_floating_point and whole_shape(param).numel():
                 kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
         for members in kinds.values():
             params = tuple(param for _, param in members)
-            specs = tuple(ParamSpec(name, tuple(param.shape)) for name, param in members)
+            specs = tuple(ParamSpec(name, tuple(whole_shape(param))) for name, param in members)
             yield UnitMembers(module_name or type(model).__name__, module, params, specs, leaf)

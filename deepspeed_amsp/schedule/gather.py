@@ -53,6 +53,8 @@ class Gatherer:
         self._tickets: dict[int, Ticket] = {}
         self.forward_order = UseOrder("forward", log_every_change)
         self.backward_order = UseOrder("backward", log_every_change)
+        self.gathers = self.hits = 0
+        """Gathers for passes since the engine was made, and how many of them had been issued ahead of their use."""
 
     def use(self, unit: ShardedUnit, backward: bool, recomputed: bool = False) -> None:
         """Make ``unit`` readable now and prefetch what the recorded order says comes next.
@@ -67,6 +69,8 @@ class Gatherer:
     def _use(self, unit: ShardedUnit, backward: bool, recomputed: bool) -> None:
         order = self.backward_order if backward else self.forward_order
         order.use(Use(unit.index, recomputed))
+        self.gathers += unit.state is not UnitState.FULL
+        self.hits += unit.state is UnitState.GATHERING
         self._issue(unit)
         if self._overlap and self._prefetch_bytes:
             if recomputed:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_amsp.trace.clock import Stamp
+from deepspeed_amsp.trace.clock import HostClock, Stamp
 from deepspeed_amsp.trace.recorder import Flight, Recorder
 
 if TYPE_CHECKING:
@@ -100,6 +100,23 @@ def summarise(recorder: Recorder, trips: Sequence[Trip]) -> list[StepSummary]:
         in_flight = 1e3 * seconds_in_flight(of_step[step])
         summaries.append(StepSummary(step, 1e3 * (end - begin), in_flight, exposed, len(sizes), sum(sizes)))
     return summaries
+
+
+def exposed_lately(recorder: Recorder) -> dict[str, float]:
+    """Milliseconds by kind in which the computation stood still in the last recorded step, while recording goes on.
+
+    Empty if no step has ended, or if the clock cannot be read without waiting for the device.
+    """
+    if not isinstance(recorder.clock, HostClock) or len(recorder.boundaries) < 2:
+        return {}
+    begin, end = map(recorder.clock.seconds, recorder.boundaries[-2:])
+    stood: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for block in reversed(recorder.blocks):
+        since, until = recorder.clock.seconds(block.begin), recorder.clock.seconds(block.end)
+        if until < begin:
+            break
+        stood.setdefault(block.kind, []).append((max(since, begin), min(until, end)))
+    return {kind: 1e3 * sum(b - a for a, b in union(found)) for kind, found in stood.items()}
 
 
 def seconds_in_flight(trips: Iterable[Trip]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -47,14 +48,21 @@ finally:
 
 
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """One below those that the kernel hands out: it is bound seconds later, and other tests open sockets meanwhile."""
+    while True:
+        port = random.SystemRandom().randint(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
-    env |= {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
+    env |= {
+        "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        "OMP_NUM_THREADS": "1",
+    } | variables
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
