@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class FileInfo(NamedTuple):
 
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
-LATEST = "latest"
+LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 _CHUNK = 1 << 23
 
 
@@ -40,9 +41,9 @@ def begin(save_dir: Path, tag: str) -> Path:
 
     Raises:
         OSError: the folder cannot be made.
-        CheckpointError: the tag is one that names incomplete folders.
+        CheckpointError: the tag is one that names incomplete folders, or no folder in ``save_dir``.
     """
-    _check_tag(tag)
+    _check_new_tag(tag)
     settle(save_dir, tag)
     folder = save_dir / (tag + INCOMPLETE)
     if folder.exists():
@@ -62,27 +63,34 @@ def settle(save_dir: Path, tag: str) -> None:
         replaced.rename(folder)
 
 
-def commit(save_dir: Path, tag: str) -> None:
-    """Everything of ``tag`` is written: make it durable under its own name. On one rank."""
+def commit(save_dir: Path, tag: str, latest: bool) -> None:
+    """Everything of ``tag`` is written: make it durable under its own name. On one rank.
+
+    What may lack space is written first, so that an error leaves what was there; then there are only renames.
+
+    Args:
+        latest: whether ``latest`` names it from now on.
+    """
     folder, replaced = save_dir / tag, save_dir / (tag + REPLACED)
     written = save_dir / (tag + INCOMPLETE)
     _sync(written)
+    if latest:
+        _write_beside(save_dir / LATEST, tag.encode())
     if folder.exists():
         folder.rename(replaced)
     written.rename(folder)
     _sync(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if latest:
+        _beside(save_dir / LATEST).rename(save_dir / LATEST)
+        _sync(save_dir)
+    shutil.rmtree(replaced, ignore_errors=True)  # the checkpoint is complete; `settle` removes what is left
 
 
 def discard(save_dir: Path, tag: str) -> None:
     """Remove what a failed save has written, as far as that is possible."""
     shutil.rmtree(save_dir / (tag + INCOMPLETE), ignore_errors=True)
-
-
-def set_latest(save_dir: Path, tag: str) -> None:
-    """Point ``latest`` to ``tag``, in one step."""
-    write_durably(save_dir / LATEST, tag.encode())
+    with suppress(OSError):
+        _beside(save_dir / LATEST).unlink()
 
 
 def latest(load_dir: Path) -> str | None:
@@ -112,20 +120,26 @@ def find(load_dir: Path, tag: str) -> Path:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a small file so that who sees it sees all of it."""
-    beside = path.with_name(path.name + INCOMPLETE)
-    beside.write_bytes(content)
-    beside.rename(path)
+    _beside(path).write_bytes(content)
+    _beside(path).rename(path)
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that it has its old contents or the new ones, whatever happens."""
-    beside = path.with_name(path.name + INCOMPLETE)
-    with beside.open("wb") as file:
+    _write_beside(path, content)
+    _beside(path).rename(path)
+    _sync(path.parent)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + INCOMPLETE)
+
+
+def _write_beside(path: Path, content: bytes) -> None:
+    with _beside(path).open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
-    _sync(path.parent)
 
 
 def summed(path: Path) -> FileInfo:
@@ -166,6 +180,17 @@ def check_file(path: Path, info: FileInfo) -> None:
     with path.open("rb") as file:
         for block in info.blocks:
             check_block(path, file.read(block.bytes), block)
+
+
+def _check_new_tag(tag: str) -> None:
+    """Raises CheckpointError: the tag names no folder of its own in that of the checkpoints."""
+    _check_tag(tag)
+    parts = tag.split("/")
+    if {"", ".", ".."} & set(parts) or tag != tag.strip() or parts[0] in (LATEST, SCRIPT):
+        raise CheckpointError(
+            f"{tag!r} is no tag: it must name a folder in that of the checkpoints, other than {LATEST} and {SCRIPT}, "
+            f"without spaces at its ends"
+        )
 
 
 def _check_tag(tag: str) -> None:

@@ -138,10 +138,8 @@ class Share:
         folders.write_durably(self.folder / MANIFEST, manifest.dumps())
         for rank in range(self.world):
             self._told_by(rank).unlink()
-        folders.commit(self.save_dir, self.tag)
-        folders.write_whole(self.save_dir / "zero_to_fp32.py", self.head.script.encode())
-        if self.head.latest:
-            folders.set_latest(self.save_dir, self.tag)
+        folders.write_whole(self.save_dir / folders.SCRIPT, self.head.script.encode())
+        folders.commit(self.save_dir, self.tag, self.head.latest)
 
     def _told_by(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.told"

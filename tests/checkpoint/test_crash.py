@@ -7,11 +7,13 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.together import CheckpointError
 from tests.checkpoint.runs import Spec, held_by, make_engine, train_step
 from tests.semantics.harness import NIGHTLY
 from tests.support.pool import RankError, pool
@@ -124,5 +126,33 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
         assert folders.find(at, "t") == at / "t"
         assert sorted(path.name for path in (at / "t").iterdir()) == ["new" if moment >= 2 else "old"]
         (folders.begin(at, "t") / "newer").touch()
-        folders.commit(at, "t")
+        folders.commit(at, "t", latest=False)
         assert [str(path.relative_to(at)) for path in sorted(at.rglob("*"))] == ["t", "t/newer"]
+
+
+def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
+    """The checkpoint that would have been replaced, and what names it, are as they were."""
+    (folders.begin(tmp_path, "t") / "old").touch()
+    folders.commit(tmp_path, "t", latest=True)
+    (folders.begin(tmp_path, "t") / "new").touch()
+    plain = Path.open
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name.startswith("latest"):
+            raise OSError(28, "No space left on device")
+        return plain(self, *args, **kwargs)
+
+    with mock.patch.object(Path, "open", full), pytest.raises(OSError, match="No space"):
+        folders.commit(tmp_path, "t", latest=True)
+    folders.discard(tmp_path, "t")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["latest", "t", "t/old"]
+    assert folders.latest(tmp_path) == "t"
+
+
+@pytest.mark.parametrize("tag", ["latest", "zero_to_fp32.py", "", ".", "a/../..", "/a", "a/", " a", "a\n"])
+def test_a_name_that_is_no_tag(tag: str, tmp_path: Path) -> None:
+    """It would take the place of something else, or ``latest`` could not name it. Nothing is touched."""
+    (tmp_path / "latest").write_text("good")
+    with pytest.raises(CheckpointError, match="is no tag"):
+        folders.begin(tmp_path, tag)
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
