@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -85,8 +85,10 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
                 results.append(WriteResult(MetadataIndex(key, (part.start,)), place.length, place))
                 offset += stream.blocks[-1].bytes
                 if offset - flushed >= FLUSH_BYTES and all(flush.done() for flush in flushes):
-                    # The device writes what is there while we make more of it; the last flush has less to do.
-                    flushes.append(beside.submit(os.fsync, file.fileno()))
+                    # The device writes what is there while we make more of it; the last flush has less to do. At the
+                    # interpreter's exit, which a save in the background outlives, no pool takes work any more.
+                    with suppress(RuntimeError):
+                        flushes.append(beside.submit(os.fsync, file.fileno()))
                     flushed = offset
         for flush in flushes:
             flush.result()

@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_amsp.checkpoint.flat import FlatTensor, Part
+from deepspeed_amsp.checkpoint.folder import check_file
 from deepspeed_amsp.checkpoint.share import Share
+from deepspeed_amsp.checkpoint.storage import FLUSH_BYTES, write_blocks
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Spec, held_by, make_engine, merged, train_step
 from tests.checkpoint.test_bad_input import everywhere
@@ -157,6 +160,14 @@ def test_the_end_of_the_process_waits(tmp_path: Path, fresh_pool: Any) -> None:
     assert not before and after
     assert (tmp_path / "latest").read_text() == "last"
     pool(2).run(_loaded, str(tmp_path), "last")
+
+
+def test_blocks_are_written_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """More than `FLUSH_BYTES`, in the moment from which thread pools refuse work: threads that run still go on."""
+    values = torch.arange(2 * FLUSH_BYTES // 4, dtype=torch.float32)
+    with mock.patch("concurrent.futures.thread._shutdown", True):
+        _, info = write_blocks(tmp_path / "file", {"a": FlatTensor(values.numel(), values.dtype, (Part(0, values),))})
+    check_file(tmp_path / "file", info)
 
 
 # ---- random states -----------------------------------------------------------------------------------------
