@@ -89,13 +89,16 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         self._checkpoint_tag_validation(mine)
         if dist.get_rank() == 0 and self.micro_steps % self.gradient_accumulation_steps():
             logger.warning("amsp: a checkpoint within an accumulation window does not hold the window's gradients")
-        about = About(
-            self.global_steps,
-            self._state_to_save(client_state or {}) if dist.get_rank() == 0 else {},
-            random_states() if self._block.checkpoint.save_rng else None,
-            {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
-            save_latest,
-        )
+
+        def about() -> About:
+            return About(
+                self.global_steps,
+                self._state_to_save(client_state or {}) if dist.get_rank() == 0 else {},
+                random_states() if self._block.checkpoint.save_rng else None,
+                {"deepspeed": deepspeed.__version__, "torch": torch.__version__},
+                save_latest,
+            )
+
         left_out = tuple(sorted(self._frozen_names())) if exclude_frozen_parameters else ()
         save = Save(self.amsp, self.module, Path(save_dir), agreed, left_out, about)
         if self._block.checkpoint.async_save:

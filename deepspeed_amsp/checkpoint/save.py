@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ class About(NamedTuple):
 class Save:
     """One save of the checkpoint ``tag``. All methods are collective.
 
+    about: asked once, where a failure on one rank is heard by all: it calls code of the user's (schedulers).
+
     Raises:
         CheckpointError: from each method, on every rank; what was there before is as it was.
     """
@@ -48,7 +50,7 @@ class Save:
     save_dir: Path
     tag: str
     left_out: tuple[str, ...]
-    about: About
+    about: Callable[[], About]
 
     @property
     def _what(self) -> str:
@@ -91,6 +93,7 @@ class Save:
     def _share(self) -> Share:
         optimizer, mesh = self.amsp.optimizer, self.amsp.mesh
         assert optimizer is not None
+        about = self.about()
         contents, blocks = to_write(optimizer, mesh, self.module, self.left_out)
         first = mesh.rank == 0
         return Share(
@@ -100,29 +103,29 @@ class Save:
             world=dist.get_world_size(),
             contents=contents if mesh.first_replica or first else Contents(),
             blocks=blocks,
-            random=self.about.random,
-            head=self._head() if first else None,
+            random=about.random,
+            head=self._head(about) if first else None,
         )
 
-    def _head(self) -> Head:
+    def _head(self, about: About) -> Head:
         assert self.amsp.optimizer is not None
         states = self.amsp.optimizer.states
         groups = states.optimizer.param_groups
         manifest = Manifest(
             tag=self.tag,
             plan=self.amsp.plan.fingerprint(),
-            global_steps=self.about.global_steps,
+            global_steps=about.global_steps,
             tensors={},
             aliases=aliases(self.module),
             left_out=self.left_out,
             buffers=(),
             files={},
-            versions=dict(self.about.versions),
+            versions=dict(about.versions),
         )
         state = {
-            **self.about.state,
+            **about.state,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
             "group_names": states.group_names,
         }
         buffers = tuple(name for name, _ in self.module.named_buffers())
-        return Head(state, manifest, buffers, self.about.latest, SCRIPT)
+        return Head(state, manifest, buffers, about.latest, SCRIPT)

@@ -362,6 +362,21 @@ def _unpicklable(spec: Spec, folder: str) -> str:
     return refused_save(spec, folder, client_state={"a": lambda: None})
 
 
+def _scheduler_that_fails(spec: Spec, folder: str) -> str:
+    def fail(self: Any) -> Any:
+        raise KeyError("a schedule without a state")
+
+    with mock.patch.object(torch.optim.lr_scheduler.StepLR, "state_dict", fail):
+        return refused_save(spec, folder)
+
+
+def test_a_scheduler_that_tells_no_state(tmp_path: Path) -> None:
+    """Only rank 0 asks it; the others hear of the failure and do not wait for rank 0."""
+    texts = pool(2).run(_scheduler_that_fails, WRITER, str(tmp_path), timeout=30)
+    everywhere("rank 0", "KeyError: 'a schedule without a state'", texts=texts)
+    assert _tree(tmp_path) == {}
+
+
 def _only_rank_0(spec: Spec, folder: str, note: str) -> None:
     engine = make_engine(spec)
     train_step(engine, 0)
