@@ -41,10 +41,12 @@ def begin(save_dir: Path, tag: str) -> Path:
 
     Raises:
         OSError: the folder cannot be made.
-        CheckpointError: the tag is one that names incomplete folders, or no folder in ``save_dir``.
+        CheckpointError: the tag is one that names incomplete folders, or no folder in ``save_dir``, or one that holds
+            folders: checkpoints whose tags begin with this one, or what is none.
     """
     _check_new_tag(tag)
     settle(save_dir, tag)
+    _check_replaceable(save_dir / tag)
     folder = save_dir / (tag + INCOMPLETE)
     if folder.exists():
         shutil.rmtree(folder)
@@ -190,6 +192,14 @@ def _check_new_tag(tag: str) -> None:
         raise CheckpointError(
             f"{tag!r} is no tag: it must name a folder in that of the checkpoints, other than {LATEST} and {SCRIPT}, "
             f"without spaces at its ends"
+        )
+
+
+def _check_replaceable(folder: Path) -> None:
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if inside:
+        raise CheckpointError(
+            f"{folder} holds the folder {inside[0]}, which a save of this tag would remove; choose another tag"
         )
 
 

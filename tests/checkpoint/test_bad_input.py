@@ -362,6 +362,17 @@ def _unpicklable(spec: Spec, folder: str) -> str:
     return refused_save(spec, folder, client_state={"a": lambda: None})
 
 
+def _save_to_own_folder(spec: Spec, folder: str) -> str:
+    return refused_save(spec, f"{folder}/node{dist.get_rank()}")
+
+
+def test_folders_that_are_not_shared(tmp_path: Path) -> None:
+    """Node-local ones, as of DeepSpeed's use_node_local_storage, are refused; nothing is left in them."""
+    texts = pool(2).run(_save_to_own_folder, WRITER, str(tmp_path))
+    everywhere("rank 1", "node1/here.incomplete", "the folder must be one that all hosts share", texts=texts)
+    assert _tree(tmp_path) == {}
+
+
 def _scheduler_that_fails(spec: Spec, folder: str) -> str:
     def fail(self: Any) -> Any:
         raise KeyError("a schedule without a state")

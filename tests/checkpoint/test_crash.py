@@ -156,3 +156,12 @@ def test_a_name_that_is_no_tag(tag: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no tag"):
         folders.begin(tmp_path, tag)
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_tag_within_another(tmp_path: Path) -> None:
+    """A save replaces the folder of its tag, and must not take another checkpoint away with it."""
+    folders.begin(tmp_path, "a/b")
+    folders.commit(tmp_path, "a/b", latest=True)
+    with pytest.raises(CheckpointError, match="holds the folder b"):
+        folders.begin(tmp_path, "a")
+    assert folders.find(tmp_path, folders.latest(tmp_path) or "") == tmp_path / "a" / "b"
