@@ -65,6 +65,8 @@ def export(
     manifest = archive.manifest
     left_out = manifest.frozen() if exclude_frozen else set()
     entries = [entry for entry in _entries(manifest, DTYPES[dtype]) if entry.name not in left_out]
+    if form == "safetensors":
+        _check_dtypes(entries)
     shards = _shards(entries, shard_bytes)
     stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
     out.mkdir(parents=True, exist_ok=True)
@@ -99,6 +101,12 @@ def _entries(manifest: Manifest, dtype: torch.dtype) -> list[_Entry]:
     return entries
 
 
+def _check_dtypes(entries: Sequence[_Entry]) -> None:
+    for entry in entries:
+        if entry.dtype not in _SAFETENSORS:
+            raise CheckpointError(f"{entry.name} is {entry.dtype}, which safetensors does not know; use --format torch")
+
+
 def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
     shards: list[list[_Entry]] = [[]]
     size = 0
@@ -126,8 +134,6 @@ def _write_safetensors(archive: Archive, shard: Sequence[_Entry], path: Path) ->
     header: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
     cursor = 0
     for entry in shard:
-        if entry.dtype not in _SAFETENSORS:
-            raise CheckpointError(f"{entry.name} is {entry.dtype}, which safetensors does not know; use --format torch")
         header[entry.name] = {
             "dtype": _SAFETENSORS[entry.dtype],
             "shape": list(infos[entry.key].shape),

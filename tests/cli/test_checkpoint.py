@@ -14,6 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from deepspeed_amsp.checkpoint import zero_to_fp32
+from deepspeed_amsp.checkpoint.export import export as write
+from deepspeed_amsp.checkpoint.manifest import Manifest, TensorInfo
+from deepspeed_amsp.checkpoint.offline import Archive
+from deepspeed_amsp.checkpoint.together import CheckpointError
 from deepspeed_amsp.cli.app import app
 from tests.checkpoint.runs import Spec, held_by, make_engine, make_model, train_step
 from tests.support.pool import pool
@@ -173,3 +177,11 @@ def test_damage_and_wrong_folders(saved: tuple, tmp_path: Path) -> None:
     assert "is not empty" in run("export", saved[0], copy, code=2)
     copy.rename(tmp_path / "x.incomplete")
     assert "interrupted" in run("checkpoint", "show", tmp_path / "x.incomplete", code=2)
+
+
+def test_a_dtype_that_safetensors_does_not_know(tmp_path: Path) -> None:
+    """Said before anything is written, so that the same folder can be taken for another format."""
+    manifest = Manifest("t", {}, 0, {"module/turns": TensorInfo((2,), "complex64")}, {}, (), ("turns",), {}, {})
+    with pytest.raises(CheckpointError, match="turns is torch.complex64"):
+        write(Archive(tmp_path, manifest), tmp_path / "out", "safetensors", "fp32")
+    assert not (tmp_path / "out").exists()
