@@ -182,6 +182,6 @@ def test_damage_and_wrong_folders(saved: tuple, tmp_path: Path) -> None:
 def test_a_dtype_that_safetensors_does_not_know(tmp_path: Path) -> None:
     """Said before anything is written, so that the same folder can be taken for another format."""
     manifest = Manifest("t", {}, 0, {"module/turns": TensorInfo((2,), "complex64")}, {}, (), ("turns",), {}, {})
-    with pytest.raises(CheckpointError, match="turns is torch.complex64"):
+    with pytest.raises(CheckpointError, match=r"turns is torch\.complex64"):
         write(Archive(tmp_path, manifest), tmp_path / "out", "safetensors", "fp32")
     assert not (tmp_path / "out").exists()
