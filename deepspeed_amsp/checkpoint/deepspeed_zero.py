@@ -41,8 +41,6 @@ _THEIRS = {
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
 }  # fmt: skip
 """What DeepSpeed adds to the client's state."""
-_OF_AN_IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""What a parameter group says that another implementation of the optimizer must not take over."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -173,7 +171,7 @@ class ZeroCheckpoint:
             **{key: model.get(key) for key in ("lr_scheduler", "data_sampler", "random_ltd")},
             **{key: model[key] for key in ("global_steps", "global_samples", "skipped_steps")},
             "loss_scaler": {name: vars(scaler)[name] for name in _SCALER if name in vars(scaler)} if scaler else {},
-            "groups": [{k: v for k, v in group.items() if k not in _OF_AN_IMPLEMENTATION} for group in groups],
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
             "group_names": [[name for at in group["params"] for name in self._shapes[at]] for group in groups],
             "scalars": self._scalars(groups),
             "objects": {},

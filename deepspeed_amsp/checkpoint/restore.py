@@ -19,6 +19,8 @@ from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.optim_states import Master
 from deepspeed_amsp.runtime import Runtime
 
+OF_AN_IMPLEMENTATION = {"fused", "foreach", "capturable", "differentiable"}
+"""What a parameter group says of how the optimizer computes here; of another device's it may not be able to."""
 SHOWN = 4
 """Names that an error lists."""
 
@@ -230,6 +232,8 @@ def matched_groups(
 ) -> list[Mapping[str, Any]]:
     """What each parameter group is to say: what the stored group of the same parameters says, in whatever order.
 
+    `OF_AN_IMPLEMENTATION` stays as it is here.
+
     A group without stored parameters (new ones, or none) takes the group in its place if there are as many, and else
     stays as it is.
 
@@ -252,7 +256,8 @@ def matched_groups(
             )
         empty_place = not homes and len(names) == len(saved["groups"]) and not saved["group_names"][index]
         at = next(iter(homes), index if empty_place else None)
-        found.append({} if at is None else saved["groups"][at])
+        says = {} if at is None else saved["groups"][at]
+        found.append({key: value for key, value in says.items() if key not in OF_AN_IMPLEMENTATION})
     return found
 
 

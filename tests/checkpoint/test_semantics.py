@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed_amsp.checkpoint.manifest import Manifest, TensorInfo
+from deepspeed_amsp.checkpoint.restore import matched_groups
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Net, Spec, held_by, make_engine, make_model, merged, tokens, train_step
 from tests.semantics.harness import NIGHTLY
@@ -202,6 +204,13 @@ def test_groups_in_another_order(written: Written) -> None:
         assert after.groups == held[0].groups[::-1]
     after, want = merged([one[1] for one in told]), merged(held)
     assert all(torch.equal(value, after[name][key]) for name, values in want.items() for key, value in values.items())
+
+
+def test_groups_keep_their_implementation() -> None:
+    """A fused optimizer's groups, loaded where there is none, say of rates what they said, and not how to compute."""
+    manifest = Manifest("t", {}, 0, {"master/w": TensorInfo((2,), "float32")}, {}, (), (), {}, {})
+    saved = {"group_names": [["w"]], "groups": [{"lr": 0.5, "maximize": True, "fused": True, "capturable": True}]}
+    assert matched_groups([["w"]], manifest, saved) == [{"lr": 0.5, "maximize": True}]
 
 
 # ---- what goes on around a load ----------------------------------------------------------------------------
