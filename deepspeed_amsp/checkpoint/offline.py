@@ -68,16 +68,18 @@ def open_archive(path: Path) -> Archive:
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
     """
-    if not (path / MANIFEST).is_file():
-        tag = folders.latest(path) if path.is_dir() else None
-        if tag is None:
-            raise CheckpointError(
-                f"{path} holds neither {MANIFEST} nor a file {folders.LATEST} that names a checkpoint"
-            )
-        try:
+    try:
+        if not path.exists():
+            path = folders.find(path.parent, path.name)  # where another is taking its place
+        elif not (path / MANIFEST).is_file():
+            tag = folders.latest(path) if path.is_dir() else None
+            if tag is None:
+                raise CheckpointError(
+                    f"{path} holds neither {MANIFEST} nor a file {folders.LATEST} that names a checkpoint"
+                )
             path = folders.find(path, tag)
-        except FileNotFoundError as error:
-            raise CheckpointError(str(error)) from error
-    elif path.name.endswith(folders.INCOMPLETE):
-        raise CheckpointError(f"{path} was left by a save that was interrupted")
+        elif path.name.endswith(folders.INCOMPLETE):
+            raise CheckpointError(f"{path} was left by a save that was interrupted")
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
     return Archive(path, read_manifest(path))

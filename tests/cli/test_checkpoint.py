@@ -175,7 +175,11 @@ def test_damage_and_wrong_folders(saved: tuple, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert "holds neither" in run("checkpoint", "show", tmp_path, code=2)
     assert "is not empty" in run("export", saved[0], copy, code=2)
-    copy.rename(tmp_path / "x.incomplete")
+    copy.rename(tmp_path / "y.replaced")
+    assert "tag whole" in run("checkpoint", "show", tmp_path / "y", code=1), "found in the moment of an exchange"
+    (tmp_path / "y.replaced").rename(tmp_path / "x.incomplete")
+    assert "interrupted" in run("checkpoint", "show", tmp_path / "x", code=2)
+    assert "no such checkpoint" in run("checkpoint", "show", tmp_path / "gone", code=2)
     assert "interrupted" in run("checkpoint", "show", tmp_path / "x.incomplete", code=2)
 
 
