@@ -83,7 +83,7 @@ class State(str, Enum):
 
     RIGHT = "right"
     LIMIT = "limit"  # trains each rank alone, so its losses say nothing
-    UNCHECKED = "unchecked"  # there is no DDP to compare with
+    UNCHECKED = "unchecked"  # there is no sound DDP to compare with
     WRONG = "WRONG"
     FAILED = "failed"
 
@@ -226,6 +226,13 @@ class Table:
         return None if subject is None or other is None else paired(subject.runs, other.runs)
 
     @property
+    def losses_tell(self) -> bool:
+        """False where even the limit, whose ranks learn nothing from each other, would pass for right."""
+        limit = self.row(LIMIT)
+        difference = None if limit is None else limit.loss_difference
+        return limit is None or difference is None or difference > limit.setup.loss_tolerance
+
+    @property
     def noisy(self) -> list[tuple[Row, str, Figure]]:
         """(strategy, baseline, ratio) of all ratios with too large a spread, worst first."""
         pairs = ((row, baseline, ratio) for row in self.ranked for baseline, ratio in row.ratios.items())
@@ -301,15 +308,21 @@ def _state(name: str, done: Sequence[Run], difference: float | None, tolerance: 
 
 
 def _loss_difference(runs: Sequence[Run], ddp: Sequence[Run]) -> float | None:
-    """All runs start from the same weights and data, so any of DDP's will do."""
-    if not runs or not ddp:
+    """All runs start from the same weights and data, so any sound one of DDP's will do."""
+    if not runs:
         return None
-    reference = ddp[0].losses
-    return max(_difference(run.losses, reference) for run in runs)
+    if not all(_finite(run) for run in runs):
+        return math.inf  # wrong whatever the others have
+    reference = next((run.losses for run in ddp if _finite(run)), None)
+    return None if reference is None else max(_difference(run.losses, reference) for run in runs)
+
+
+def _finite(run: Run) -> bool:
+    return all(map(math.isfinite, run.losses))
 
 
 def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    if len(losses) != len(reference) or not all(map(math.isfinite, losses)):
+    if len(losses) != len(reference):
         return math.inf
     return max(abs(ours - theirs) for ours, theirs in zip(losses, reference, strict=True))
 

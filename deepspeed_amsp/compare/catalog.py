@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_amsp.compare import results
 from deepspeed_amsp.config import ConfigError, read_block
-from deepspeed_amsp.plan.factors import FactorError
+from deepspeed_amsp.plan.factors import PRESETS, FactorError, preset
 from deepspeed_amsp.plan.resolve import Plan, make_plan
 
 
@@ -97,6 +97,9 @@ def from_block(name: str, title: str | None, block: Mapping[str, Any], shape: tu
         if read is None:
             raise CatalogError(f"{name}: its amsp block is switched off")
         plan = make_plan(read, shape[0] * shape[1], shape[0])
+        as_whom = name.removeprefix(f"{results.AMSP}-")
+        if as_whom in PRESETS and plan.sharding != preset(as_whom, plan.sharding.data_parallel):
+            raise CatalogError(f"{name}: is a name for the factors of {as_whom}, not for {short(plan)}")
     except (ConfigError, FactorError) as error:
         raise CatalogError(f"{name}: {' '.join(str(error).split())}") from error
     return Strategy(name, title or f"AMSP {short(plan)}", Family.AMSP, dict(block), plan)

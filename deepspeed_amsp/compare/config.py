@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -18,10 +18,18 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 Rate = Annotated[float, Field(ge=1, le=1e6)]
 Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Number = TypeVar("Number", int, float)
 
 
 class CompareConfigError(ValueError):
     """A comparison that cannot be run as it is written; the message is one line."""
+
+
+def distinct(values: tuple[Number, ...]) -> tuple[Number, ...]:
+    """The values of a key each of which is a setting of its own. Raises ValueError."""
+    if len(set(values)) < len(values):
+        raise ValueError("a value is listed more than once")
+    return values
 
 
 class _Frozen(BaseModel):
@@ -97,6 +105,11 @@ class ClusterBlock(_Frozen):
     spine_mbit: Rate | None = None
     emulate: Literal["auto", "always", "never"] = "auto"
 
+    @field_validator("nic_mbit")
+    @classmethod
+    def _different(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        return distinct(values)
+
     @property
     def world_size(self) -> int:
         """Ranks of all nodes."""
@@ -134,12 +147,17 @@ class CompareConfig(_Frozen):
     rounds: Count = 3
     steps: Count = 3
     warm_up: Count = 1
-    loss_tolerance: Above0 = 0.02
+    loss_tolerance: Above0 = 0.003
     bucket_bytes: Count = 2_400_000
     row_timeout_s: Above0 = 120.0
     fair_reduce_scatter: bool = True
     strategies: Annotated[tuple[str | AmspEntry, ...], Field(min_length=1)]
     out: str = "runs/compare"
+
+    @field_validator("micro_batches")
+    @classmethod
+    def _different(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        return distinct(values)
 
     @field_validator("strategies")
     @classmethod
@@ -197,7 +215,7 @@ def check(values: Any, source: str) -> CompareConfig:
         config = CompareConfig.model_validate(dict(values))
         config.resolved()
     except ValidationError as error:
-        raise CompareConfigError(f"{source}: {_reason(error.errors()[0])}") from error
+        raise CompareConfigError(f"{source}: {_reason(_first(error.errors()))}") from error
     except CompareConfigError as error:
         raise CompareConfigError(f"{source}: {error}") from error
     return config
@@ -231,6 +249,12 @@ _MODELS: dict[tuple[str, ...], type[BaseModel]] = {
     ("compute",): ComputeBlock,
     ("strategies", "AmspEntry"): AmspEntry,
 }
+
+
+def _first(errors: list[Any]) -> Any:
+    """The complaint to show. A strategy may be a name or an entry: of a mapping, what is wrong as an entry."""
+    as_names = [error for error in errors if error["loc"][-1:] == ("str",) and isinstance(error["input"], Mapping)]
+    return next(error for error in errors if error not in as_names)
 
 
 def _reason(error: Any) -> str:

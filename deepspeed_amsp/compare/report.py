@@ -103,6 +103,11 @@ def _warnings(table: Table) -> Iterator[str]:
     yield from (f"{table.setting}: {row.title} {said[row.state]}." for row in table.rows if row.state in said)
     if any(row.state is State.UNCHECKED for row in table.rows):
         yield f"{table.setting}: no run of DDP to hold the losses against, so nobody knows whether they are right."
+    if not table.losses_tell:
+        yield (
+            f"{table.setting}: the losses say little: even the limit, which does not communicate, differs from DDP by no "
+            "more than the tolerance. Train more steps, or lower loss_tolerance."
+        )
     for row in table.rows:
         if row.bytes_agree is False and row.sent_bytes is not None and row.theory_bytes is not None:
             yield (

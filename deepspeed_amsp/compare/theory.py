@@ -8,7 +8,7 @@ packets, about 1-2 %, are not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepspeed_amsp.compare import results
 from deepspeed_amsp.compare.catalog import Family, Strategy
@@ -48,7 +48,8 @@ class Case:
 
 def sent_per_node(strategy: Strategy, case: Case) -> float:
     """Bytes that leave the busiest node in a step."""
-    return busiest(case.cluster, messages(strategy, case), case.fair)
+    fair = case.fair or strategy.family is Family.AMSP  # our engine never uses gloo's own reduce-scatter
+    return busiest(case.cluster, messages(strategy, case), fair)
 
 
 def messages(strategy: Strategy, case: Case) -> list[Message]:
@@ -100,6 +101,8 @@ def _blocks_again(case: Case) -> Message:
 
 def _of_plan(plan: Plan, case: Case) -> list[Message]:
     """Our own executor, with true bucket sizes and padding."""
+    if plan.bucket_bytes is None:
+        plan = replace(plan, bucket_bytes=case.bucket_bytes)
     routes, count = Routes(plan), case.micro_batches
     sent: list[Message] = []
     for unit in case.model.units:

@@ -126,6 +126,22 @@ def test_losses_are_held_against_ddp() -> None:
     assert set(row(found, "zero1").ratios) == {"ddp", "limit"}
 
 
+def test_what_is_no_number_is_wrong_and_no_reference() -> None:
+    """A DDP that went wrong makes nobody right, and a NaN needs no DDP to be wrong."""
+    broken = [5.5, math.nan, math.nan]
+    found = table(rounds("ddp", 1.0, losses=broken), rounds("zero1", 1.0), rounds("zero3", 0.5, losses=broken))
+    assert [(one.strategy, one.state) for one in found.rows] == [
+        ("zero1", State.UNCHECKED), ("zero3", State.WRONG), ("ddp", State.WRONG),
+    ]  # fmt: skip
+
+
+def test_losses_that_even_the_limit_has_tell_nothing() -> None:
+    close, far = [5.5, 5.26, 5.01], [5.5, 5.26, 5.03]
+    for limit, tell in ((close, False), (far, True)):
+        assert table(rounds("ddp", 1.0), rounds("limit", 0.9, losses=limit)).losses_tell is tell
+    assert table(rounds("ddp", 1.0)).losses_tell
+
+
 def test_without_ddp_nobody_is_right_or_wrong() -> None:
     found = table([failed("ddp")], rounds("zero1", 1.0))
     assert row(found, "zero1").state is State.UNCHECKED and found.ranked == [row(found, "zero1")]

@@ -50,6 +50,11 @@ def test_the_table_that_was_measured() -> None:
     assert bytes_of("zero3", fair=False) == 3 * PHI
 
 
+def test_our_engine_never_uses_gloos_own_reduce_scatter() -> None:
+    block = {"sharding": "zero3"}
+    assert bytes_of(block, fair=False) == bytes_of(block, fair=True)
+
+
 def test_micro_batches() -> None:
     assert bytes_of("ddp", count=4) == bytes_of("ddp")
     assert bytes_of("zero1", count=4) == bytes_of("zero1")
