@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_amsp.compare import environments, fairness, results
+from deepspeed_amsp.compare import environments, fairness
 from deepspeed_amsp.compare.config import CompareConfigError
 from deepspeed_amsp.compare.harness import START_S, Harness, Hung
 from deepspeed_amsp.compare.launch import RankCommand, RankFailed, run_ranks
@@ -94,8 +94,7 @@ class GpuHarness(Harness):
 
     def run(self) -> Path:
         """As `Harness.run`; strategies of one environment are neighbours, MiCS comes after them."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        results.start(self.results, self._setup())
+        self._begin()
         self._find_environments()
         orders = self._orders(None)
         self._total = len(orders)
@@ -109,7 +108,10 @@ class GpuHarness(Harness):
                 except (RankFailed, Hung) as error:
                     if not pending:
                         break  # everything was measured: ranks failed as they left
-                    self.blame(launch.running, str(error))
+                    if launch.running is None and environment == "mics":
+                        self._blame_environment(environment, str(error))
+                    else:
+                        self.blame(launch.running, str(error))
                     pending = self._possible(pending)
         return self.results
 

@@ -28,7 +28,6 @@ from deepspeed_amsp.compare.cluster import (
     ClusterSpec,
     ClusterUnavailable,
     Loopback,
-    check_available,
     emulated_cluster,
     loopback_cluster,
 )
@@ -72,7 +71,8 @@ class Harness:
         self._strategies = {strategy.name: strategy for strategy in self.config.resolved()}
         self._failed: dict[tuple[str, int], str] = {}
         self._pythons: dict[str, Path] = {"main": Path(sys.executable)}
-        self._done = 0
+        self._done = self._total = 0
+        _check_model(self.config)
         self._emulated = self._can_emulate()
         self._theory = Theory(self.config)
 
@@ -87,8 +87,7 @@ class Harness:
         Raises:
             RuntimeError: the ranks do not even start.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
-        results.start(self.results, self._setup())
+        self._begin()
         self._find_environments()
         rates: Sequence[float | None] = self.config.cluster.nic_mbit if self._emulated else (None,)
         self._total = len(rates) * len(self._orders(None))
@@ -97,6 +96,15 @@ class Harness:
             with self._cluster(rate) as cluster:
                 self._measure(cluster, pending)
         return self.results
+
+    def _begin(self) -> None:
+        """The file with its first line. Raises CompareConfigError."""
+        setup = self._setup()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            results.start(self.results, setup)
+        except OSError as error:
+            raise CompareConfigError(f"out: {self.out} cannot be written: {error}") from error
 
     # ---- what is to be done ----------------------------------------------------------------------------------
 
@@ -110,18 +118,25 @@ class Harness:
         return orders
 
     def _cluster(self, nic_mbit: float | None) -> AbstractContextManager[Loopback]:
-        cluster = self.config.cluster
-        spec = ClusterSpec(
-            cluster.nodes, cluster.ranks_per_node, nic_mbit or cluster.nic_mbit[0], cluster.lo_mbit, cluster.spine_mbit
-        )
+        spec = self._spec(nic_mbit)
         return loopback_cluster(spec) if nic_mbit is None else emulated_cluster(spec)
 
+    def _spec(self, nic_mbit: float | None) -> ClusterSpec:
+        """Raises CompareConfigError."""
+        cluster = self.config.cluster
+        rate = nic_mbit or cluster.nic_mbit[0]
+        try:
+            return ClusterSpec(cluster.nodes, cluster.ranks_per_node, rate, cluster.lo_mbit, cluster.spine_mbit)
+        except ValueError as error:
+            raise CompareConfigError(f"cluster: {error}") from error
+
     def _can_emulate(self) -> bool:
-        wish = self.config.cluster.emulate
+        wish, spec = self.config.cluster.emulate, self._spec(None)
         if wish == "never":
             return False
         try:
-            check_available()
+            with emulated_cluster(spec):  # root and tools do not suffice: a container's kernel may refuse
+                pass
         except ClusterUnavailable as error:
             if wish == "always":
                 raise CompareConfigError(f"cluster.emulate is always, but {error}") from error
@@ -148,7 +163,7 @@ class Harness:
             except (RankFailed, Hung) as error:
                 if not pending:
                     return  # everything was measured: ranks failed as they left
-                if launch.running is None and launch.at_fault(error) == "mics":
+                if launch.at_fault(error) == "mics" and launch.environment != "mics":
                     self._blame_environment("mics", str(error))
                 else:
                     self.blame(launch.running, str(error))
@@ -245,6 +260,27 @@ class Harness:
         return [*said, fairness.of_mics()] if self._with_mics else said
 
 
+def _check_model(config: CompareConfig) -> None:
+    """Build on the meta device what is not ours: else every strategy would find out for itself that it cannot be.
+
+    Raises:
+        CompareConfigError: it cannot be built.
+    """
+    block = config.model
+    if block.factory is None and block.hf is None:
+        return
+    from deepspeed_amsp.compare.scale import spec_of
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where ranks look for a factory, too
+    try:
+        spec_of(block)
+    except Exception as error:  # a factory is anybody's code
+        what = block.factory or f"hf: {block.hf}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CompareConfigError(f"model: {what} cannot be built: {reason}") from error
+
+
 class Theory:
     """Bytes out of a node, for a configuration."""
 
@@ -294,10 +330,16 @@ class _Launch:
                 commands += cluster.commands(self._command(environment), self._variables())
             run_ranks(commands, 1e9, self._heard, self._look)
 
+    @property
+    def environment(self) -> str | None:
+        """Whose turn it is; None before the first order."""
+        return None if self.running is None else self._harness.environment_of(self.running)
+
     def at_fault(self, error: RankFailed | Hung) -> str | None:
-        """The environment of the rank that failed."""
-        rank = error.rank if isinstance(error, RankFailed) else None
-        return None if rank is None else self._environments[rank // self._harness.config.cluster.world_size]
+        """The environment of the rank that failed; before the first order also the only one that is not ready."""
+        if isinstance(error, Hung):
+            return next(iter(self._waiting)) if len(self._waiting) == 1 else None
+        return None if error.rank is None else self._environments[error.rank // self._harness.config.cluster.world_size]
 
     def _command(self, environment: str) -> list[str]:
         orders, job = self._orders(environment), self._folder / f"{environment}.json"

@@ -88,3 +88,23 @@ def test_hostfiles_must_be_those_of_the_comparison(tmp_path: Path) -> None:
     with pytest.raises(CompareConfigError, match="4 nodes of 8 ranks"):
         GpuHarness(config(4), tmp_path, Silent(), hostfile=hosts)
     GpuHarness(config(2), tmp_path, Silent(), hostfile=hosts)
+
+
+def test_mics_that_does_not_start_is_its_own_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interpreter may be missing on other hosts; what was measured before it stays."""
+
+    def local(python: Path, hostfile: Path | None, ranks: int, job: Path, port: int) -> list[str]:
+        return [str(python), "-m", "tests.compare.fake_ranks", str(job)]
+
+    monkeypatch.setattr(gpus, "launcher", local)
+    monkeypatch.setattr(gpus, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(gpus, "_check_slots", lambda *given: None)
+    monkeypatch.setattr(gpus.environments, "mics_python", lambda note: Path(sys.executable))
+    monkeypatch.setenv("AMSP_FAKE", json.dumps({"mics": "absent"}))
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "hosts").touch()
+    values = {"strategies": ["mics", "ddp"], "cluster": {"nodes": 2, "ranks_per_node": 8}, "rounds": 1}
+    harness = GpuHarness(check(values, "test"), tmp_path / "out", Silent(), hostfile=tmp_path / "hosts")
+    found = read(harness.run())
+    assert [run.strategy for run in found.runs if run.error is None] == ["ddp"]
+    assert [run.strategy for run in found.runs if "no such release" in str(run.error)] == ["mics"]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pytest
 from deepspeed_amsp.compare import harness as module
 from deepspeed_amsp.compare.config import CompareConfigError, check
 from deepspeed_amsp.compare.harness import Harness
-from deepspeed_amsp.compare.ranks import Order
+from deepspeed_amsp.compare.launch import RankFailed
+from deepspeed_amsp.compare.ranks import RESULT, Order
 from deepspeed_amsp.compare.results import Results, Run, read
 
 FAKE = "tests.compare.fake_ranks"
@@ -89,6 +91,31 @@ def test_an_environment_that_does_not_start(tmp_path: Path, monkeypatch: pytest.
     assert by_name["ddp"] is None and "no such release" in str(by_name["mics"])
 
 
+def test_who_is_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of MiCS that never get ready, or die while another has its turn, are no failure of that one."""
+    monkeypatch.chdir(tmp_path)  # where a launch that does not run writes its orders
+    found = Harness(config(strategies=["ddp", "mics"], cluster=SQUARE), tmp_path, Quiet(), FAKE)
+    launch = module._Launch(found, deque(found._orders(None)))
+    assert launch.at_fault(module.Hung("")) is None, "nobody is ready"
+    launch._heard(0, f'{RESULT}{{"ready": "main"}}')
+    assert launch.environment is None and launch.at_fault(module.Hung("")) == "mics"
+    launch._heard(4, f'{RESULT}{{"ready": "mics"}}')
+    assert launch.environment == "main" and launch.at_fault(module.Hung("")) is None
+    assert launch.at_fault(RankFailed(4, "")) == "mics" and launch.at_fault(RankFailed(3, "")) == "main"
+
+
+def test_a_model_that_cannot_be_built(tmp_path: Path) -> None:
+    model = {"factory": "nowhere_at_all:model", "vocab": 2}
+    with pytest.raises(CompareConfigError, match="nowhere_at_all:model cannot be built: ModuleNotFoundError"):
+        Harness(config(model=model), tmp_path, Quiet())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file", encoding="utf-8")
+    with pytest.raises(CompareConfigError, match=r"out: .* cannot be written"):
+        Harness(config(), tmp_path / "out", Quiet(), FAKE).run()
+
+
 def test_an_environment_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(note: Any) -> Path:
         raise module.environments.EnvironmentFailed("pip ended with exit code 1")
@@ -107,10 +134,10 @@ def test_ranks_that_never_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_emulation_that_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(spec: Any) -> Any:
         raise module.ClusterUnavailable("emulating a cluster needs root")
 
-    monkeypatch.setattr(module, "check_available", refuse)
+    monkeypatch.setattr(module, "emulated_cluster", refuse)
     with pytest.raises(CompareConfigError, match=r"cluster.emulate is always, but .* needs root"):
         Harness(config(cluster={**PAIR, "emulate": "always"}), tmp_path, Quiet())
     watcher = Quiet()
