@@ -45,8 +45,8 @@ def compare(
 ) -> None:
     """Train the same model by many strategies and report throughput, bytes, memory and losses side by side."""
     if saved is not None:
-        if config is not None or only or rounds is not None:
-            fail("compare", "--from draws what was measured; --config, --only and --rounds measure", BAD_INPUT)
+        if config is not None or only or any(given is not None for given in (rounds, hostfile, peak_tflops)):
+            fail("compare", "--from draws what was measured, and takes no other option than --out", BAD_INPUT)
         _draw(saved, out or saved.parent)
         return
     if config is None:
@@ -81,6 +81,8 @@ def _measure(config: CompareConfig, hostfile: Path | None, peak_tflops: float | 
     accelerated = on_gpus()
     if hostfile is not None and not accelerated:
         fail("compare", "--hostfile is for GPUs, and this machine has none", BAD_INPUT)
+    if peak_tflops is not None and not accelerated:
+        fail("compare", "--peak-tflops is for GPUs, and this machine has none", BAD_INPUT)
     out = Path(config.out)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, transient=True) as progress:
@@ -93,7 +95,9 @@ def _measure(config: CompareConfig, hostfile: Path | None, peak_tflops: float | 
         except CompareConfigError as error:
             fail("compare", str(error), BAD_INPUT)
         except RuntimeError as error:
-            fail("compare", str(error), NOTHING)
+            if not shown.ended_runs:
+                fail("compare", str(error), NOTHING)
+            typer.echo(f"amsp compare: ended early: {error}", err=True)
         except KeyboardInterrupt:
             typer.echo("amsp compare: interrupted; ranks and cluster are gone, what was measured is kept", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -122,6 +126,7 @@ class _Shown:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("starting the ranks", total=None)
+        self.ended_runs = 0
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, soft_wrap=True)
@@ -132,6 +137,7 @@ class _Shown:
         self._progress.update(self._task, completed=done, total=total, description=what)
 
     def ended(self, run: Run) -> None:
+        self.ended_runs += 1
         took = f"{median(run.step_s):.3f} s a step" if run.error is None else f"FAILED: {_last_line(run.error)}"
         rate = "" if run.nic_mbit is None else f" {run.nic_mbit:g} Mbit/s"
         line = f"round {run.round + 1}{rate} M={run.micro_batches} {run.title:<45} {took}"

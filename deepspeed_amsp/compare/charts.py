@@ -40,6 +40,7 @@ _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
+    "text.parse_math": False,  # a title with a dollar sign is a title
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",

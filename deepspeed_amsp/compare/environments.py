@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from deepspeed_amsp.compare.launch import RankCommand, RankFailed, run_ranks
 
 MICS_DEEPSPEED = "0.19.2"
 VARIABLE = "AMSP_COMPARE_ENVIRONMENTS"
@@ -100,11 +101,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _run(command: list[str]) -> None:
+    """As ranks are run: an interrupt ends pip's own children, too."""
     env = {**os.environ, "DS_BUILD_OPS": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvironmentFailed(f"{' '.join(command[:4])} ...: {error}") from error
-    if done.returncode != 0:
-        tail = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        raise EnvironmentFailed(f"{' '.join(command[:4])} ... ended with exit code {done.returncode}: {tail}")
+        run_ranks([RankCommand(command, env)], TIMEOUT_S)
+    except (OSError, RankFailed) as error:
+        how, *said = str(error).strip().splitlines()
+        tail = " ".join([how.removeprefix("rank 0 "), *said[-3:]])
+        raise EnvironmentFailed(f"{' '.join(command[:4])} ...: {tail}") from error

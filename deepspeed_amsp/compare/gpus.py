@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import tempfile
 import time
 from collections import deque
@@ -124,7 +125,7 @@ class GpuHarness(Harness):
         return Setup(**{**asdict(super()._setup()), "device": device, "peak_flops": peak, "flops_per_token": flops})
 
     def _fairness(self) -> list[str]:
-        said = fairness.common(self.config)
+        said = [*fairness.common(self.config), *fairness.on_gpus()]
         return [*said, fairness.of_mics()] if self._with_mics else said
 
 
@@ -148,7 +149,7 @@ class _Launch:
             )
             env = {**os.environ, "PYTHONPATH": environments.search_path(Path(folder) / "source")}
             ranks = harness.config.cluster.ranks_per_node
-            port = 20_000 + os.getpid() % 10_000
+            port = random.randrange(20_000, 30_000)  # a fresh one: a rank of the last launch may still hold its own
             command = launcher(harness.python(self._environment), harness.hostfile, ranks, job.absolute(), port)
             run_ranks([RankCommand(command, env)], 1e9, self._heard, self._look)
 

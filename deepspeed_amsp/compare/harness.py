@@ -363,9 +363,10 @@ class _Launch:
         return self._folder / f"{environment}.orders"
 
     def _heard(self, rank: int, line: str) -> None:
-        if not line.startswith(RESULT):
+        _, found, text = line.partition(RESULT)  # a library may have printed half a line before it
+        if not found:
             return
-        said = json.loads(line.removeprefix(RESULT))
+        said = json.loads(text)
         if "ready" in said:
             self._waiting.discard(said["ready"])
         else:

@@ -60,19 +60,28 @@ def tell(**values: Any) -> None:
     print(RESULT + json.dumps(values), flush=True)
 
 
+def await_line(path: Path, number: int, parent: int) -> str:
+    """A line of a file that grows, once it is there. parent: the process that started this one.
+
+    Raises:
+        SystemExit: whoever started this rank is gone (killed, so that it could not end its ranks), and writes no more.
+    """
+    while (text := path.read_text(encoding="utf-8")).count("\n") <= number:
+        if os.getppid() != parent:
+            raise SystemExit("amsp compare is gone; nobody gives orders any more")
+        time.sleep(LOOK_S)
+    return text.splitlines()[number]
+
+
 def follow(path: Path) -> Iterator[Order | None]:
     """Orders as they are written, by rank 0 to all; None is the end."""
     import torch.distributed as dist
 
     from deepspeed_amsp.comm import from_every_rank
 
-    done = 0
+    done, parent = 0, os.getppid()
     while True:
-        mine: Any = None
-        if dist.get_rank() == 0:
-            while path.read_text(encoding="utf-8").count("\n") <= done:
-                time.sleep(LOOK_S)
-            mine = json.loads(path.read_text(encoding="utf-8").splitlines()[done])
+        mine = json.loads(await_line(path, done, parent)) if dist.get_rank() == 0 else None
         order = from_every_rank(mine)[0]
         done += 1
         yield None if order is None else Order(**order)

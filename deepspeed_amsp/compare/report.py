@@ -105,8 +105,8 @@ def _warnings(table: Table) -> Iterator[str]:
         yield f"{table.setting}: no run of DDP to hold the losses against, so nobody knows whether they are right."
     if not table.losses_tell:
         yield (
-            f"{table.setting}: the losses say little: even the limit, which does not communicate, differs from DDP by no "
-            "more than the tolerance. Train more steps, or lower loss_tolerance."
+            f"{table.setting}: the losses say little: even the limit, which does not communicate, differs from DDP by "
+            "no more than the tolerance. Train more steps, or lower loss_tolerance."
         )
     for row in table.rows:
         if row.bytes_agree is False and row.sent_bytes is not None and row.theory_bytes is not None:
@@ -172,7 +172,9 @@ def _comparability(setup: Setup) -> Iterator[Block]:
         "the reduce-scatter of ZeRO-3 and MiCS block the backward pass. So the tables also show torch DDP, which "
         "overlaps on CPUs, our own engine with overlaps switched off, and our engine with the factors of ZeRO-1, "
         "ZeRO-3 and MiCS. Against a ZeRO-1 that overlaps as on GPUs the lead would be smaller: computed for 2 nodes x "
-        "2 ranks at 500 Mbit/s at most about 1.45x, and about 1.15x against one that hides all that can be hidden."
+        "2 ranks at 500 Mbit/s at most about 1.45x, and about 1.15x against one that hides all that can be hidden. "
+        "Updates are real and run on the cores that all ranks share: who updates everything on every rank, as DDP "
+        "does, pays more for it than on GPUs; the phases of a step say how much."
     )
     yield Paragraph(
         "The limit trains each rank alone: its losses are not those of the others, it is no strategy, and nothing "

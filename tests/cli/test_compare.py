@@ -22,6 +22,8 @@ AB = str(Path(__file__).resolve().parents[2] / "configs" / "ab.yaml")
         (["--config", AB, "--from", "results.jsonl"], "--from draws what was measured"),
         (["--config", AB, "--hostfile", "hosts"], "--hostfile is for GPUs"),
         (["--config", AB, "--peak-tflops", "-1"], "--peak-tflops must be above 0"),
+        (["--from", "results.jsonl", "--peak-tflops", "300"], "takes no other option than --out"),
+        (["--config", AB, "--peak-tflops", "300"], "--peak-tflops is for GPUs"),
         (["--from", "absent.jsonl"], "absent.jsonl: no such file"),
     ],
 )

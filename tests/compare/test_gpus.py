@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_amsp.compare import gpus
 from deepspeed_amsp.compare.config import CompareConfigError, check
 from deepspeed_amsp.compare.gpus import GpuHarness, flops_per_token, launcher, peak_flops
 from deepspeed_amsp.compare.ranks import Order
 from deepspeed_amsp.compare.results import Run, read
+from deepspeed_amsp.compare.strategies.base import Work
 from deepspeed_amsp.plan.layout import ParamSpec
 from deepspeed_amsp.plan.specs import ModelSpec, UnitSpec
 
@@ -76,6 +78,15 @@ def test_launches_go_on_without_what_fails(tmp_path: Path, monkeypatch: pytest.M
     assert [run.strategy for run in found.runs if run.error is not None] == ["zero1"]
     assert found.setup.peak_flops == 312e12 and found.setup.device.startswith("NVIDIA") and not found.setup.emulated
     assert all(run.nic_mbit is None for run in found.runs)
+
+
+def test_zero_1_and_2_overlap_where_there_are_streams() -> None:
+    from deepspeed_amsp.compare.strategies.zero import ds_config
+
+    found = check({"strategies": ["zero1", "zero2", "zero3"]}, "test")
+    for device, expected in (("cuda", [True, True, None]), ("cpu", [None] * 3)):
+        works = [Work(one, found, 1, torch.device(device), None) for one in found.resolved()]
+        assert [ds_config(work)["zero_optimization"].get("overlap_comm") for work in works] == expected
 
 
 def test_hostfiles_must_be_those_of_the_comparison(tmp_path: Path) -> None:

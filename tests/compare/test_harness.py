@@ -71,6 +71,8 @@ def test_rounds_go_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(run.error is None and run.tokens_per_step == 4 * 64 for run in found.runs)
     assert "deepspeed of MiCS" in found.setup.versions and not found.setup.emulated
     assert any("clipped at 1" in line for line in found.setup.fairness)
+    # A block of the default model: 4 * 448^2 of attention, 3 * 448 * 1088 of the MLP, two norms; 1.3 of it stay alive.
+    assert any("stage3_max_live_parameters 2,945,779" in line for line in found.setup.fairness)
 
 
 def test_rows_that_fail_do_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +180,31 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert not [pid for pid in ranks if Path("/proc", str(pid)).exists()]
     assert _namespaces() <= before
     assert [run.strategy for run in read(tmp_path / "results.jsonl").runs] == ["ddp"]
+
+
+ORPHAN = """
+import os, sys
+from pathlib import Path
+from deepspeed_amsp.compare.ranks import await_line
+parent = os.getppid()
+print(os.getpid(), flush=True)
+await_line(Path(sys.argv[1]), 0, parent)
+"""
+
+
+def test_a_rank_without_anybody_who_gives_orders_ends(tmp_path: Path) -> None:
+    """On the plain loopback no later start would find it."""
+    (tmp_path / "orders").touch()
+    rank = [sys.executable, "-c", ORPHAN, str(tmp_path / "orders")]
+    starter = f"import subprocess, time; subprocess.Popen({rank!r}, start_new_session=True); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", starter], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    assert process.communicate(timeout=30)[0] == "", f"rank {pid} closed its output"
 
 
 def _namespaces() -> set[str]:

@@ -143,6 +143,7 @@ def test_every_setting_has_its_own_pictures(tmp_path: Path) -> None:
     bare: dict[str, Any] = {"sent_bytes_per_node": None, "memory": None, "timeline": None, "phases_s": None}
     gpus = setup(device="H200", emulated=False, flops_per_token=6e9, peak_flops=1e12)
     runs = [run("zero1", 1.0, nic_mbit=None, micro_batches=m, **bare) for m in (1, 4)]
+    runs.append(run("amsp", 1.0, nic_mbit=None, title="$_$ <b>", **bare))
     files = write_report(Results(gpus, runs), tmp_path)
     assert [path.name for path in files] == ["report.md", "report.html", "throughput-m1.png", "throughput-m4.png"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")

@@ -26,6 +26,8 @@ def ds_config(work: Work) -> dict[str, Any]:
     zero["stage"] = STAGES[work.strategy.name]
     if zero["stage"] == 3:
         zero |= stage3_thresholds(work.config.model)
+    elif work.device.type != "cpu":
+        zero["overlap_comm"] = True  # stage 3's default; without streams, on a CPU, it changes nothing
     if work.strategy.name == results.HPZ:
         zero["zero_hpz_partition_size"] = work.config.cluster.ranks_per_node
     return config
