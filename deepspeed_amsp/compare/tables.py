@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from deepspeed_amsp.compare.analysis import Figure, Row, State, Table
 from deepspeed_amsp.compare.charts import MB, compute_note
 from deepspeed_amsp.compare.document import Cell, Grid
-from deepspeed_amsp.compare.results import DDP, LIMIT, Setup
+from deepspeed_amsp.compare.results import DDP, FSDP2, HSDP, LIMIT, Setup
 from deepspeed_amsp.compare.verdicts import Ablation, Outcome, Verdict
 
 NONE = Cell("-", "quiet")
@@ -102,6 +102,8 @@ def memory(table: Table, setup: Setup) -> Grid:
     what = "Memory of one rank"
     if setup.device == "cpu":
         what += "; the peak is the growth of its process, all of its libraries' buffers included"
+    if any(row.strategy in (FSDP2, HSDP) for row in table.rows):
+        what += "; FSDP2's parameters are its fp32 shards, which are its masters, too"
     return Grid(caption(what, table, setup), head, rows)
 
 
