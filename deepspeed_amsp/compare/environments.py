@@ -10,14 +10,19 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from packaging.version import Version
+
+from deepspeed_amsp.compare.config import CompareConfigError
 from deepspeed_amsp.compare.launch import RankCommand, RankFailed, run_ranks
+from deepspeed_amsp.compare.results import HPZ, ZERO3
 
 MICS_DEEPSPEED = "0.19.2"
+STAGE3_DEEPSPEED = "0.19.8"
 VARIABLE = "AMSP_COMPARE_ENVIRONMENTS"
 """Environment variable: the folder for environments, instead of the user's cache."""
 PACKAGES = ("pydantic", "pyyaml", "hjson", "numpy", "setuptools")
@@ -49,6 +54,21 @@ def mics_python(note: Callable[[str], None]) -> Path:
                   f"torch=={torch}", f"deepspeed=={MICS_DEEPSPEED}", *PACKAGES])  # fmt: skip
             done.touch()
     return python
+
+
+def check_stage3(names: Iterable[str]) -> None:
+    """Older releases wait for the last all-gather of a fetch only: on gloo they train on what is not there yet.
+
+    Raises:
+        CompareConfigError: stage 3 is among ``names``, and the installed release is one of these.
+    """
+    found = versions(strategies_need_mics=False)["deepspeed"]
+    racing = [name for name in names if name in (ZERO3, HPZ)]
+    if racing and found != "?" and Version(found) < Version(STAGE3_DEEPSPEED):
+        raise CompareConfigError(
+            f"strategies: {' and '.join(racing)} need DeepSpeed {STAGE3_DEEPSPEED} or newer on CPUs, where stage 3 of "
+            f"{found} does not wait for all of its parameters: install it, or leave them out with --only"
+        )
 
 
 def source(folder: Path) -> Path:

@@ -72,7 +72,7 @@ class Harness:
         self._failed: dict[tuple[str, int], str] = {}
         self._pythons: dict[str, Path] = {"main": Path(sys.executable)}
         self._done = self._total = 0
-        _check_model(self.config)
+        self._check()
         self._emulated = self._can_emulate()
         self._theory = Theory(self.config)
 
@@ -96,6 +96,17 @@ class Harness:
             with self._cluster(rate) as cluster:
                 self._measure(cluster, pending)
         return self.results
+
+    def _check(self) -> None:
+        """What can be known before ranks start, besides the file itself. Raises CompareConfigError."""
+        self._check_release()
+        if self.config.model.factory or self.config.model.hf:
+            from deepspeed_amsp.compare.scale import check_model  # with torch
+
+            check_model(self.config.model)
+
+    def _check_release(self) -> None:
+        environments.check_stage3(self._strategies)
 
     def _begin(self) -> None:
         """The file with its first line. Raises CompareConfigError."""
@@ -258,27 +269,6 @@ class Harness:
     def _fairness(self) -> list[str]:
         said = [*fairness.common(self.config), *fairness.on_gloo(self.config)]
         return [*said, fairness.of_mics()] if self._with_mics else said
-
-
-def _check_model(config: CompareConfig) -> None:
-    """Build on the meta device what is not ours: else every strategy would find out for itself that it cannot be.
-
-    Raises:
-        CompareConfigError: it cannot be built.
-    """
-    block = config.model
-    if block.factory is None and block.hf is None:
-        return
-    from deepspeed_amsp.compare.scale import spec_of
-
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where ranks look for a factory, too
-    try:
-        spec_of(block)
-    except Exception as error:  # a factory is anybody's code
-        what = block.factory or f"hf: {block.hf}"
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CompareConfigError(f"model: {what} cannot be built: {reason}") from error
 
 
 class Theory:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from deepspeed_amsp.compare.config import ModelBlock
+from deepspeed_amsp.compare.config import CompareConfigError, ModelBlock
 from deepspeed_amsp.compare.models import build
 from deepspeed_amsp.plan.specs import ModelSpec
 from deepspeed_amsp.probe import model_spec
@@ -18,6 +20,22 @@ def spec_of(block: ModelBlock) -> ModelSpec:
     """The model's tensors, from the meta device: nothing is allocated."""
     with torch.device("meta"):
         return model_spec(build(block, 0).module, "compared")
+
+
+def check_model(block: ModelBlock) -> None:
+    """Build what is not ours once: else every strategy would find out for itself that it cannot be.
+
+    Raises:
+        CompareConfigError: it cannot be built.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where ranks look for a factory, too
+    try:
+        spec_of(block)
+    except Exception as error:  # a factory is anybody's code
+        what = block.factory or f"hf {block.hf}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CompareConfigError(f"model: {what} cannot be built on the meta device: {reason}") from error
 
 
 def block_numel(block: ModelBlock) -> int:

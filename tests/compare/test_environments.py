@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_amsp.compare import environments
-from deepspeed_amsp.compare.environments import EnvironmentFailed, mics_python, source
+from deepspeed_amsp.compare.config import CompareConfigError
+from deepspeed_amsp.compare.environments import EnvironmentFailed, check_stage3, mics_python, source
 
 
 def test_it_is_made_once_with_the_same_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +32,15 @@ def test_a_failure_is_one_line_and_not_remembered(tmp_path: Path, monkeypatch: p
         with pytest.raises(EnvironmentFailed, match="exit code 1") as error:
             mics_python(lambda text: None)
         assert "\n" not in str(error.value)
+
+
+def test_stage_3_of_releases_that_race_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "version", lambda package: "0.19.6")
+    check_stage3(["ddp", "zero2"])
+    with pytest.raises(CompareConfigError, match=r"zero3 and hpz need DeepSpeed 0.19.8 .*0.19.6"):
+        check_stage3(["zero3", "ddp", "hpz"])
+    monkeypatch.setattr(environments, "version", lambda package: "0.19.8")
+    check_stage3(["zero3", "hpz"])
 
 
 def test_the_source_folder_holds_this_package_alone(tmp_path: Path) -> None:
