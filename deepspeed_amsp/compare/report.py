@@ -167,14 +167,14 @@ def _comparability(setup: Setup) -> Iterator[Block]:
         "those of CPU processes."
     )
     yield Paragraph(
-        "A lead over DeepSpeed or FSDP2 has two parts. One is bytes: what crosses nodes. The other is overlap that they "
-        "have on GPUs and not on a CPU, which knows no streams: there the reductions of ZeRO-1 and ZeRO-2, the "
-        "reduce-scatter of ZeRO-3 and MiCS, and all collectives of FSDP2 block the computation. So the tables also show torch DDP, which "
-        "overlaps on CPUs, our own engine with overlaps switched off, and our engine with the factors of ZeRO-1, "
-        "ZeRO-3 and MiCS. Against a ZeRO-1 that overlaps as on GPUs the lead would be smaller: computed for 2 nodes x "
-        "2 ranks at 500 Mbit/s at most about 1.45x, and about 1.15x against one that hides all that can be hidden. "
-        "Updates are real and run on the cores that all ranks share: who updates everything on every rank, as DDP "
-        "does, pays more for it than on GPUs; the phases of a step say how much."
+        "A lead over DeepSpeed or FSDP2 has two parts. One is bytes: what crosses nodes. The other is overlap that "
+        "they have on GPUs and not on a CPU, which knows no streams: there the reductions of ZeRO-1 and ZeRO-2, the "
+        "reduce-scatter of ZeRO-3 and MiCS, and all collectives of FSDP2 block the computation. So the tables also "
+        "show torch DDP, which overlaps on CPUs, our own engine with overlaps switched off, and our engine with the "
+        "factors of ZeRO-1, ZeRO-3 and MiCS. Against a ZeRO-1 that overlaps as on GPUs the lead would be smaller: "
+        "computed for 2 nodes x 2 ranks at 500 Mbit/s at most about 1.45x, and about 1.15x against one that hides all"
+        " that can be hidden. Updates are real and run on the cores that all ranks share: who updates everything on "
+        "every rank, as DDP does, pays more for it than on GPUs; the phases of a step say how much."
     )
     yield Paragraph(
         "The limit trains each rank alone: its losses are not those of the others, it is no strategy, and nothing "
