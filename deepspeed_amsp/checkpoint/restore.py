@@ -73,6 +73,7 @@ class Restore:
                 raise CheckpointError(saved["no_states"])
             self._plan_states()
             self._groups = matched_groups(self._optimizer.states.group_names, manifest, saved)
+            refuse_another_optimizer(self._optimizer.optimizer, self._groups)
 
     @property
     def wanted(self) -> dict[str, FlatTensor]:
@@ -259,6 +260,25 @@ def matched_groups(
         says = {} if at is None else saved["groups"][at]
         found.append({key: value for key, value in says.items() if key not in OF_AN_IMPLEMENTATION})
     return found
+
+
+def refuse_another_optimizer(optimizer: torch.optim.Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
+    """An optimizer of another class would miss its states at the first step, and only on ranks that own something.
+
+    Groups tell: each has settings that the other does not know. What only one side has more is a scheduler's, the
+    user's, or another release's.
+
+    Raises:
+        CheckpointError: the groups are another optimizer's.
+    """
+    settings = set(optimizer.defaults) - OF_AN_IMPLEMENTATION
+    for here, there in zip(optimizer.param_groups, stored, strict=True):
+        missing, unknown = settings - set(there), set(there) - set(here) - {"initial_lr"}
+        if there and missing and unknown:
+            raise CheckpointError(
+                f"the checkpoint's optimizer had {', '.join(sorted(unknown))}, {type(optimizer).__name__} has "
+                f"{', '.join(sorted(missing))}: take the optimizer that wrote it, or pass load_optimizer_states=False"
+            )
 
 
 def as_it_is(thing: Any) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_amsp.checkpoint.manifest import Manifest, TensorInfo
-from deepspeed_amsp.checkpoint.restore import matched_groups
+from deepspeed_amsp.checkpoint.restore import matched_groups, refuse_another_optimizer
+from deepspeed_amsp.checkpoint.together import CheckpointError
 from tests.checkpoint import runs
 from tests.checkpoint.runs import Net, Spec, held_by, make_engine, make_model, merged, tokens, train_step
 from tests.semantics.harness import NIGHTLY
@@ -229,6 +231,29 @@ def _edits(spec: Spec, folder: str) -> Any:
     after = held_by(engine)
     engine.destroy()
     return same, all(torch.equal(value, after.working[name]) for name, value in before.working.items())
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "refused"),
+    [
+        ("SGD", "AdamW", "betas"),
+        ("AdamW", "SGD", "momentum"),
+        ("Adam", "AdamW", ""),
+        ("RMSprop", "Adagrad", "lr_decay"),
+    ],
+)
+def test_another_optimizer_is_told_by_its_groups(wrote: str, reads: str, refused: str) -> None:
+    """At the first step it would miss its states, on ranks that own some, while the others wait."""
+    one = [torch.nn.Parameter(torch.ones(2))]
+    here = getattr(torch.optim, reads)(one, lr=0.1)
+    groups = getattr(torch.optim, wrote)(one, lr=0.1).state_dict()["param_groups"]
+    stored = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    with pytest.raises(CheckpointError, match=refused) if refused else nullcontext():
+        refuse_another_optimizer(here, stored)
+    ours = {key: value for key, value in here.param_groups[0].items() if key != "params"}
+    refuse_another_optimizer(here, [{**ours, "initial_lr": 0.1, "name": "head"}])  # a scheduler's, the user's
+    refuse_another_optimizer(here, [{key: ours[key] for key in ("lr", "weight_decay")}])  # an older release's
+    refuse_another_optimizer(here, [{}])  # a new group
 
 
 def test_groups_stay_the_same_objects(written: Written) -> None:
