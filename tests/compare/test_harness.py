@@ -148,7 +148,8 @@ def test_emulation_that_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from tests.compare.test_harness import FAKE, PAIR, Quiet, config
 from deepspeed_amsp.compare.harness import Harness
