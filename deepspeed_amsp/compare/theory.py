@@ -76,7 +76,8 @@ def _of_baseline(name: str, case: Case) -> list[Message]:
         results.ZERO1: [reduce, gather],
         results.ZERO2: [*[reduce] * count, gather],
         results.ZERO3: [*[gather] * count, *[_stage3_again(case)] * count, *[scatter] * count],
-        results.HPZ: [*[gather] * count, *[scatter] * count],
+        # Whatever a step gathers again is in the node: the second copies last until the update.
+        results.HPZ: [gather, *[scatter] * count],
         results.MICS: [*in_node, cross],
     }
     return known[name]

@@ -58,6 +58,7 @@ def test_our_engine_never_uses_gloos_own_reduce_scatter() -> None:
 def test_micro_batches() -> None:
     assert bytes_of("ddp", count=4) == bytes_of("ddp")
     assert bytes_of("zero1", count=4) == bytes_of("zero1")
+    assert bytes_of("hpz", count=4) == pytest.approx((0.75 + 4 * 1.0) * PHI)  # gathered across nodes once
     assert bytes_of("zero2", count=4) == (4 * 1.5 + 0.75) * PHI
     assert bytes_of("zero3", count=4) == 4 * bytes_of("zero3")
     assert bytes_of("mics", count=4) == PHI
