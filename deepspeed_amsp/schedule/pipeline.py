@@ -188,7 +188,7 @@ class ThreadPipeline:
         ]
         for thread in threads:
             thread.start()
-        # Threads know their inboxes only, so an engine that nobody closed can be collected. Without an end, a thread
+        # Threads know no engine, so one that nobody closed can be collected. Without an end, a thread
         # inside a collective when the interpreter goes would take the process down with it.
         self._end = weakref.finalize(self, _end, self._inboxes, threads)
 
