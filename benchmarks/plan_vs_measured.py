@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from deepspeed_amsp.compare.catalog import from_block
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
+from deepspeed_amsp.compare.launch import free_port
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
 from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
 from deepspeed_amsp.plan.resolve import Plan
@@ -96,10 +96,8 @@ def run_alone(job: dict[str, Any]) -> list[float]:
     """`alone` beside every rank at once; the mean of what they find."""
     import torch.distributed as dist
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "benchmarks.plan_vs_measured", "--alone", json.dumps(job)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))

@@ -116,6 +116,15 @@ class Ticket:
         self._keep.clear()
 
 
+def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Sum [n] of ``parts`` [ranks, n], in fp32 at least and in rank order; may overwrite the first part."""
+    first, *others = parts
+    total = first.to(torch.promote_types(parts.dtype, torch.float32))
+    for part in others:  # one after the other: a sum over the axis would widen all of them at once
+        total.add_(part)
+    return total
+
+
 def waits_on_host(device: torch.device) -> bool:
     """Whether waiting for a collective on ``device`` blocks the host (gloo), and not only a stream."""
     return device.type in HOST_DEVICES
@@ -250,11 +259,7 @@ class Communicator:
         work = dist.all_to_all_single(received, sections, [own] * size, list(splits), group=group.handle, async_op=True)
 
         def total() -> None:
-            first, *others = received.view(size, own)
-            summed = first.to(torch.promote_types(received.dtype, torch.float32))
-            for part in others:  # one after the other: a sum over the axis would widen all of them at once
-                summed.add_(part)
-            mine.copy_(summed)
+            mine.copy_(sum_in_order(received.view(size, own)))
 
         return self._ticket(entry, [work], [sections, mine], total)
 

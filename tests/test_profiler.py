@@ -17,6 +17,7 @@ import torch
 
 from deepspeed_amsp.cli.app import app
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
+from deepspeed_amsp.compare.launch import free_port
 from deepspeed_amsp.plan.factors import ShardFactor
 from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile, meshes_needed
 from deepspeed_amsp.profiler import Effort, full, measure, quick
@@ -271,8 +272,7 @@ def test_unknown_options_are_refused() -> None:
 
 @pytest.mark.slow
 def test_under_the_launcher(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

@@ -24,6 +24,7 @@ from deepspeed_amsp.checkpoint.manifest import (
     TensorInfo,
     master_key,
     module_key,
+    scaler_progress,
     state_key,
 )
 from deepspeed_amsp.checkpoint.together import CheckpointError
@@ -41,7 +42,6 @@ _THEIRS = {
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
 }  # fmt: skip
 """What DeepSpeed adds to the client's state."""
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ZeroCheckpoint:
@@ -170,7 +170,7 @@ class ZeroCheckpoint:
             "client_state": {key: value for key, value in model.items() if key not in _THEIRS},
             **{key: model.get(key) for key in ("lr_scheduler", "data_sampler", "random_ltd")},
             **{key: model[key] for key in ("global_steps", "global_samples", "skipped_steps")},
-            "loss_scaler": {name: vars(scaler)[name] for name in _SCALER if name in vars(scaler)} if scaler else {},
+            "loss_scaler": scaler_progress(scaler) if scaler else {},
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
             "group_names": [[name for at in group["params"] for name in self._shapes[at]] for group in groups],
             "scalars": self._scalars(groups),

@@ -20,6 +20,7 @@ from deepspeed.utils import logger
 from deepspeed_amsp.checkpoint.background import Background
 from deepspeed_amsp.checkpoint.contents import aliases
 from deepspeed_amsp.checkpoint.load import Checkpoint, load
+from deepspeed_amsp.checkpoint.manifest import scaler_progress
 from deepspeed_amsp.checkpoint.restore import Choice, as_it_is
 from deepspeed_amsp.checkpoint.rng import random_states, set_random_states
 from deepspeed_amsp.checkpoint.save import About, Save
@@ -27,9 +28,6 @@ from deepspeed_amsp.checkpoint.together import together
 from deepspeed_amsp.config import AmspBlock
 from deepspeed_amsp.partition.params import ShardedUnit
 from deepspeed_amsp.runtime import Runtime
-
-_SCALER_PROGRESS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What a dynamic loss scaler has learned; the rest of it is configuration."""
 
 
 class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
@@ -184,14 +182,14 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _state_to_save(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         # A static scale says nothing to a run with a dynamic one (another dtype), and is configuration otherwise.
-        scaler = vars(self.optimizer.loss_scaler) if self.optimizer.dynamic_loss_scale else {}
+        dynamic = self.optimizer.dynamic_loss_scale
         sampler, scheduler = self._data_sampler(), self.lr_scheduler
         return {
             "client_state": dict(client_state),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
             "data_sampler": sampler.state_dict() if sampler is not None else None,
             "random_ltd": self.random_ltd_scheduler.state_dict() if self.random_ltd_enabled() else None,
-            "loss_scaler": {name: scaler[name] for name in _SCALER_PROGRESS if name in scaler},
+            "loss_scaler": scaler_progress(self.optimizer.loss_scaler) if dynamic else {},
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
@@ -201,7 +199,6 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         self, state: Mapping[str, Any], optimizer_states: bool, scheduler_states: bool, undo: ExitStack
     ) -> None:
         """Tell the user's scheduler and DeepSpeed's objects their states; any of them may refuse."""
-        undo.callback(self.optimizer.states.as_it_is())
         wanted = [(self._data_sampler(), state["data_sampler"])]
         if scheduler_states:
             wanted.append((self.lr_scheduler, state["lr_scheduler"]))

@@ -22,6 +22,12 @@ FORMAT = 3
 MASTER, OPTIMIZER, MODULE = "master", "optimizer", "module"
 
 
+def scaler_progress(scaler: Any) -> dict[str, Any]:
+    """What a dynamic loss scaler has learned, and `STATE` keeps of it; the rest of it is configuration."""
+    learned = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    return {name: vars(scaler)[name] for name in learned if name in vars(scaler)}
+
+
 class TensorInfo(NamedTuple):
     """A stored tensor, which is flat in the files."""
 

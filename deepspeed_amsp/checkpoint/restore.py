@@ -95,8 +95,8 @@ class Restore:
         The working copies of trained parameters need no way back of their own: they follow from the masters.
         """
         states = self._optimizer.states
+        undo.callback(states.as_it_is())  # whatever is loaded: a scheduler edits the groups, too
         if self._choice.optimizer_states:
-            undo.callback(states.as_it_is())
             states.load(self._states, self._groups)
         if self._choice.custom is not None or self._rest:
             undo.callback(self._untrained_as_it_is())

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_amsp.cli.plan_inputs import STAYING, InputError, understood
-from deepspeed_amsp.plan.api import GRADIENT_BYTES
 from deepspeed_amsp.plan.block import merged, new_config
 from deepspeed_amsp.plan.resolve import with_zero_settings
 from deepspeed_amsp.plan.solver import Evaluated, Search
+from deepspeed_amsp.plan.specs import GRADIENT_BYTES
 
 
 def write_config(search: Search, existing: dict[str, Any] | None, path: Path) -> None:

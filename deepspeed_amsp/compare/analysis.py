@@ -7,7 +7,7 @@ in time, so what slows the machine for minutes slows both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -128,7 +128,7 @@ class Row:
     @property
     def tokens_per_s(self) -> float:
         """Of all ranks."""
-        return median(run.tokens_per_step / _seconds(run) for run in self.runs)
+        return median(map(_speed, self.runs))
 
     @property
     def tokens_per_gpu_s(self) -> float | None:
@@ -217,8 +217,7 @@ class Table:
     @property
     def baselines(self) -> list[str]:
         """Those with which this table can compare, in the usual order: the wrong and the failed are none."""
-        rows = {row.strategy: row for row in self.rows}
-        return [name for name in (*BASELINES, LIMIT) if name in rows and rows[name].state.compares]
+        return _baselines({row.strategy: row.state for row in self.rows})
 
     def compare(self, strategy: str, baseline: str) -> Figure | None:
         """How many times the throughput of ``baseline`` a strategy has, a value for each round; None: no pair."""
@@ -273,7 +272,7 @@ def _table(setting: Setting, by_strategy: dict[str, list[Run]], setup: Setup) ->
     }
     differences = {name: _loss_difference(done, succeeded.get(DDP, ())) for name, done in succeeded.items()}
     states = {name: _state(name, done, differences[name], setup.loss_tolerance) for name, done in succeeded.items()}
-    baselines = [name for name in (*BASELINES, LIMIT) if name in states and states[name].compares]
+    baselines = _baselines(states)
     rows = [
         Row(
             strategy=name,
@@ -295,6 +294,10 @@ def _table(setting: Setting, by_strategy: dict[str, list[Run]], setup: Setup) ->
     place = {State.UNCHECKED: order.index(State.RIGHT)}
     rows.sort(key=lambda row: (place.get(row.state, order.index(row.state)), row.step_s.median if row.runs else 0.0))
     return Table(setting, tuple(rows))
+
+
+def _baselines(states: Mapping[str, State]) -> list[str]:
+    return [name for name in (*BASELINES, LIMIT) if name in states and states[name].compares]
 
 
 def _state(name: str, done: Sequence[Run], difference: float | None, tolerance: float) -> State:

@@ -15,11 +15,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from deepspeed_amsp.compare.launch import OnLine, RankCommand, run_ranks, undisturbed
+from deepspeed_amsp.compare.launch import PORTS, OnLine, RankCommand, free_port, run_ranks, undisturbed
 
 PAYLOAD_SHARE = 0.955
 """Of a NIC's rate, what is left for the payload of TCP over Ethernet frames of 1500 bytes."""
@@ -39,8 +37,6 @@ PAYLOAD_SHARE = 0.955
 _PREFIX = "amsp-"
 _OWNED = re.compile(rf"{_PREFIX}(\d+)-\d+-(?:sw|n\d+)")
 _NAMESPACES = Path("/run/netns")
-_FIRST_PORT = 20001  # below the ephemeral ports, from which gloo takes its own
-_EPHEMERAL_PORT = 32768
 _numbers = itertools.count()
 
 
@@ -160,11 +156,7 @@ class Loopback:
         return {}
 
     def _port(self) -> int:
-        """A free one. It is used seconds later, when ranks listen: an ephemeral one would be somebody's by then."""
-        while True:
-            port = random.randrange(_FIRST_PORT, _EPHEMERAL_PORT)
-            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                return port
+        return free_port()
 
     def _network(self) -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -181,7 +173,7 @@ class Cluster(Loopback):
     def __init__(self, spec: ClusterSpec, folder: Path) -> None:
         super().__init__(spec, folder)
         self._name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
-        self._ports = itertools.count(_FIRST_PORT)  # the namespaces are ours alone, so a fresh number is free
+        self._ports = itertools.count(PORTS.start)  # the namespaces are ours alone, so a fresh number is free
         self._made: list[str] = []
 
     @property

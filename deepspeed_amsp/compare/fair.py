@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_amsp.comm import sum_in_order
+
 
 class _Summing:
     """A reduce-scatter on its way; `wait` sums what has arrived."""
@@ -44,8 +46,7 @@ def reduce_scatter(
     work = dist.all_to_all_single(received, input.reshape(-1), group=group, async_op=True)
 
     def total() -> None:
-        wide = torch.promote_types(received.dtype, torch.float32)
-        summed = received.view(size, -1).sum(dim=0, dtype=wide)
+        summed = sum_in_order(received.view(size, -1))
         output.view(-1).copy_(summed / size if op == dist.ReduceOp.AVG else summed)
 
     pending = _Summing(work, total)

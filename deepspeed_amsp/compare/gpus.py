@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 import time
 from collections import deque
@@ -20,7 +19,7 @@ from typing import Any
 from deepspeed_amsp.compare import environments, fairness
 from deepspeed_amsp.compare.config import CompareConfigError
 from deepspeed_amsp.compare.harness import START_S, Harness, Hung
-from deepspeed_amsp.compare.launch import RankCommand, RankFailed, run_ranks
+from deepspeed_amsp.compare.launch import RankCommand, RankFailed, free_port, run_ranks
 from deepspeed_amsp.compare.ranks import RESULT, Order
 from deepspeed_amsp.compare.results import Setup
 from deepspeed_amsp.plan.specs import ModelSpec
@@ -152,8 +151,8 @@ class _Launch:
             )
             env = {**os.environ, "PYTHONPATH": environments.search_path(Path(folder) / "source")}
             ranks = harness.config.cluster.ranks_per_node
-            port = random.randrange(20_000, 30_000)  # a fresh one: a rank of the last launch may still hold its own
-            command = launcher(harness.python(self._environment), harness.hostfile, ranks, job.absolute(), port)
+            # A fresh port each time: a rank of the last launch may still hold its own.
+            command = launcher(harness.python(self._environment), harness.hostfile, ranks, job.absolute(), free_port())
             run_ranks([RankCommand(command, env)], 1e9, self._heard, self._look)
 
     def _heard(self, rank: int, line: str) -> None:

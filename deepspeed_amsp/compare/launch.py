@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import selectors
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -16,6 +18,8 @@ from dataclasses import dataclass, field
 OnLine = Callable[[int, str], None]
 OnTurn = Callable[[], None]
 
+PORTS = range(20001, 32768)
+"""Below the ephemeral ports, which the kernel hands out, and from which gloo takes its own."""
 GRACE_S = 1.0
 """How long the others may go on once a rank has failed: the one that we see first may not have been the first."""
 KEPT_LINES = 400
@@ -90,6 +94,14 @@ class _Rank:
         with suppress(ValueError):
             return signal.Signals(number).name
         return str(number)
+
+
+def free_port() -> int:
+    """One for the ranks' rendezvous. It is used seconds later: an ephemeral one would be somebody's by then."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_ranks(

@@ -11,10 +11,12 @@ from torch import nn
 from deepspeed_amsp.compare.compute import emulate_compute
 from deepspeed_amsp.compare.config import ModelBlock
 from deepspeed_amsp.compare.llama import Llama, LlamaConfig
+from deepspeed_amsp.module_spec import blocks_of
 
 
 class Built(NamedTuple):
-    """A model whose forward maps windows [batch, sequence + 1] of tokens to the loss, and its blocks."""
+    """A model whose forward maps windows [batch, sequence + 1] of tokens to the loss, and its blocks: what takes the
+    time of a layer, by the count of theory and thresholds (`module_spec.blocks_of`), else the module's children."""
 
     module: nn.Module
     blocks: list[nn.Module]
@@ -47,7 +49,7 @@ def build(block: ModelBlock, seed: int, emulated_ms: tuple[float, float] | None 
         for param in module.parameters():
             if param.device.type != "meta":
                 param.copy_(param.bfloat16())
-    blocks = blocks_of(module)
+    blocks = blocks_of(module)[1] or list(module.children()) or [module]
     if emulated_ms is not None:
         emulate_compute(blocks, *emulated_ms)
     return Built(module, blocks)
@@ -67,12 +69,6 @@ def _make(block: ModelBlock) -> nn.Module:
         config.use_cache = False
         return _NextToken(transformers.AutoModelForCausalLM.from_config(config).float())
     return Llama(LlamaConfig(**block.shape.model_dump()))
-
-
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The modules of the longest ModuleList, else the children: what takes the time of a layer."""
-    lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    return max(lists, key=len, default=[]) or list(module.children()) or [module]
 
 
 def vocabulary(block: ModelBlock) -> int:

@@ -11,8 +11,8 @@ import torch
 
 from deepspeed_amsp.compare.config import CompareConfigError, ModelBlock
 from deepspeed_amsp.compare.models import build
+from deepspeed_amsp.module_spec import model_spec
 from deepspeed_amsp.plan.specs import ModelSpec
-from deepspeed_amsp.probe import model_spec
 
 
 @lru_cache(maxsize=4)

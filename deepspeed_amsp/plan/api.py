@@ -22,10 +22,18 @@ from deepspeed_amsp.plan.factors import PRESETS, ShardFactor, Sharding, preset
 from deepspeed_amsp.plan.models import PAPER_MODELS, load_model
 from deepspeed_amsp.plan.profile import Profile
 from deepspeed_amsp.plan.solver import Modes, Objective, Problem, Search, alternatives, search
-from deepspeed_amsp.plan.specs import GB, OPTIMIZERS, ClusterSpec, ModelSpec, SpecError, TrainSpec, micro_batches
+from deepspeed_amsp.plan.specs import (
+    GB,
+    GRADIENT_BYTES,
+    OPTIMIZERS,
+    ClusterSpec,
+    ModelSpec,
+    SpecError,
+    TrainSpec,
+    micro_batches,
+)
 
 AUTO = "auto"
-GRADIENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 LARGEST_GPU_GB = 2_000
 """More than any GPU has, less than the MB of the smallest: what is above was not meant in GB."""
 

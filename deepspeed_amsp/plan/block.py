@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from deepspeed_amsp.plan.resolve import Plan
-from deepspeed_amsp.plan.specs import TrainSpec
+from deepspeed_amsp.plan.specs import GRADIENT_BYTES, TrainSpec
 
 REUSE = ("max_reuse_distance", "stage3_max_reuse_distance")
-WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of data_types.grad_accum_dtype; without it gradients rest as wide as the working copies are."""
 
 
 def amsp_block(plan: Plan) -> dict[str, Any]:
@@ -72,7 +70,8 @@ def merged(existing: Mapping[str, Any], plan: Plan, train: TrainSpec) -> dict[st
         ours["amsp"]["enabled"] = True
     types = existing.get("data_types")
     types = types if isinstance(types, Mapping) else {}
-    if train.gradient_bytes != WIDTHS.get(str(types.get("grad_accum_dtype")), train.parameter_bytes):
+    # Where the key is not written, gradients rest as wide as the working copies are.
+    if train.gradient_bytes != GRADIENT_BYTES.get(str(types.get("grad_accum_dtype")), train.parameter_bytes):
         half = "fp16" if isinstance(existing.get("fp16"), Mapping) else "bf16"
         ours["data_types"] = {**types, "grad_accum_dtype": "fp32" if train.gradient_bytes == 4 else half}
     topology = kept.get("topology")

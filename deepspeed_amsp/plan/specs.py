@@ -15,6 +15,8 @@ from deepspeed_amsp.plan.factors import ShardFactor
 from deepspeed_amsp.plan.layout import PADDING_LIMIT, ParamSpec
 
 GB = 1e9
+GRADIENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Of an element of a gradient at rest, by data_types.grad_accum_dtype."""
 """Sizes of GPUs are decimal in this package, as in the paper's 80 GB."""
 
 

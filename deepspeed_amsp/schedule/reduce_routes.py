@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from itertools import zip_longest
 
@@ -17,7 +18,7 @@ Route = Generator[Sequence[Ticket], None, torch.Tensor]
 """Some stages, and what the sum is in the end."""
 
 
-class ReduceRoute:
+class ReduceRoute(ABC):
     """How one bucket's gradient gets to its owner. Subclasses are the two reduce modes.
 
     Args:
@@ -29,13 +30,13 @@ class ReduceRoute:
         self._mesh = mesh
         self._wire = wire_dtype
 
+    @abstractmethod
     def partial(self, bucket: BucketGradients) -> Stages:
         """A micro-batch that is not the last, s_g > s_p: reduce over the inner stages, keep one's part."""
-        raise NotImplementedError
 
+    @abstractmethod
     def final(self, bucket: BucketGradients) -> Stages:
         """The last micro-batch: everything that was staged and kept ends, summed over W, at its owner."""
-        raise NotImplementedError
 
     def last_stage(self, final: bool) -> int:
         """Number of the last stage of `final` or `partial` in which something may be sent."""
@@ -47,9 +48,9 @@ class ReduceRoute:
         either = zip_longest(self._sizes(final=False), self._sizes(final=True), fillvalue=1)
         return [max(sizes) > 1 for sizes in either]
 
+    @abstractmethod
     def _sizes(self, final: bool) -> list[int]:
         """By stage, how many ranks take part."""
-        raise NotImplementedError
 
     def _sent(self, bucket: BucketGradients, resting: torch.Tensor) -> torch.Tensor:
         return resting.to(self._wire if self._wire is not None else bucket.param_dtype)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from deepspeed_amsp.compare.launch import free_port
 from tests.support.pool import pool
 from tests.trace.checks import load, row_names, slices
 
@@ -47,14 +46,6 @@ finally:
 """
 
 
-def free_port() -> str:
-    """One below those that the kernel hands out: it is bound seconds later, and other tests open sockets meanwhile."""
-    while True:
-        port = random.SystemRandom().randint(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return str(port)
-
-
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
@@ -78,7 +69,8 @@ def script(folder: Path, text: str, ranks: tuple[int, ...] = (-1,)) -> Path:
 @pytest.mark.slow
 def test_under_the_launcher(tmp_path: Path) -> None:
     """Two ranks; the script would take 50 steps and is ended after the fourth, cleanly."""
-    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), "--module", "deepspeed_amsp.cli.trace"]
+    port = str(free_port())
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", port, "--module", "deepspeed_amsp.cli.trace"]
     options = ["--steps", "2", "--skip", "1", "--out", "t.json"]
     train = script(tmp_path, TRAINING, ranks=(0, 1))
     done = run([*launcher, *options, str(train.relative_to(tmp_path)), "--steps", "50"], tmp_path)

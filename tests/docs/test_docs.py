@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from deepspeed_amsp.compare.launch import free_port
 from deepspeed_amsp.config import check_stage, preflight, read_block
 from deepspeed_amsp.plan.resolve import make_plan
-from tests.cli.test_trace import free_port, run
+from tests.cli.test_trace import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("*.md"))]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from deepspeed_amsp import launch
+from deepspeed_amsp.compare.launch import free_port
 from deepspeed_amsp.config_preflight import ConfigError
 from deepspeed_amsp.launch import Command, LaunchError, config_file, has_block, parse
-from tests.cli.test_trace import free_port, run
+from tests.cli.test_trace import run
 from tests.engine.test_seam import config
 
 SCRIPT = """
@@ -49,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_two_ranks_under_deepspeeds_launcher(folder: Path) -> None:
     """`amsp launch` is `deepspeed --module deepspeed_amsp.launch`; the script knows nothing of the plugin."""
-    line = [sys.executable, "-m", "deepspeed_amsp.cli", "launch", "--num_gpus", "2", "--master_port", free_port()]
+    line = [sys.executable, "-m", "deepspeed_amsp.cli", "launch", "--num_gpus", "2", "--master_port", str(free_port())]
     done = run([*line, "train.py", "--deepspeed", "--deepspeed_config", "ds.json"], folder)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_amsp.compare.launch import free_port
 from tests.support import models
 from tests.support.pool import RankError, pool
 
@@ -80,11 +80,6 @@ def test_a_config_file_that_does_not_exist_is_no_such_file() -> None:
     assert error.value.type_name.endswith("FileNotFoundError")
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 SCRIPT = """
 from deepspeed import initialize          # bound before the plugin is imported
 import torch
@@ -105,7 +100,7 @@ def test_an_early_bound_initialize_is_enough(tmp_path: Path) -> None:
     import os
 
     env = os.environ | {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(Path.cwd()),
     }  # fmt: skip
     script = SCRIPT.replace("{config}", repr(config()))

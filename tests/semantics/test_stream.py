@@ -17,7 +17,7 @@ from tests.engine.test_training import assert_parity
 from tests.parity.cases import case_for
 from tests.semantics.harness import MIXED, UNEQUAL, ZERO3, few, label
 from tests.support import models
-from tests.support.jobs import Case, Report, report_of, train_step
+from tests.support.jobs import Case, Report, trained
 from tests.support.pool import pool
 
 CHOICES = {"reduce": "two_level", "publish": "broadcast", "micro_batches": 1, "clip": 0.4}
@@ -69,13 +69,7 @@ def _train(case: Case, folder: str) -> Report:
         Weights.read = original  # type: ignore[method-assign]
     names = [name for name, _ in engine.module.named_parameters()]
     assert sorted(read) == (sorted(names) if dist.get_rank() == 0 else []), "rank 0 reads, everything once"
-    losses, norms = [], []
-    for step in range(case.steps):
-        losses.append(train_step(engine, case, step))
-        norms.append(float(engine.get_global_grad_norm()))
-    report = report_of(engine, losses, norms)
-    engine.destroy()
-    return report
+    return trained(engine, case)
 
 
 @few

@@ -13,7 +13,7 @@ from tests.engine.test_training import assert_parity
 from tests.parity.cases import case_for
 from tests.semantics.harness import CLUSTER, MIXED, NIGHTLY, ONE, UNEQUAL, ZERO3, label
 from tests.support import models
-from tests.support.jobs import Case, Report, report_of, train_step
+from tests.support.jobs import Case, Report, trained
 from tests.support.pool import pool
 
 PLAIN = Sharding(ONE, ONE, ONE, CLUSTER)
@@ -43,12 +43,7 @@ def _train(case: Case, groups: str) -> tuple[Report, list[str]]:
         [{"params": groups_of[matrix], "weight_decay": 0.1 * matrix} for matrix in (True, False)], lr=0.1, momentum=0.9
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.ds_config())
-    losses, norms = [], []
-    for step in range(case.steps):
-        losses.append(train_step(engine, case, step))
-        norms.append(float(engine.get_global_grad_norm()))
-    report = report_of(engine, losses, norms)
-    engine.destroy()
+    report = trained(engine, case)
     left = sorted(
         {name for param in model.parameters() for name in vars(param) if "ds_" in name or "partition" in name}
     )

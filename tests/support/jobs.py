@@ -105,15 +105,20 @@ def train_step(engine: Any, case: Case, step: int) -> float:
     return float(total) / world
 
 
-def train(case: Case) -> Report:
-    """Train ``case.steps`` steps and report. The engine is destroyed afterwards."""
-    engine = make_engine(case)
+def trained(engine: Any, case: Case) -> Report:
+    """Train ``engine`` for ``case.steps`` steps, report, and destroy it."""
     losses, norms = [], []
     for step in range(case.steps):
         losses.append(train_step(engine, case, step))
         norms.append(float(engine.get_global_grad_norm()))
     report = report_of(engine, losses, norms)
     engine.destroy()
+    return report
+
+
+def train(case: Case) -> Report:
+    """Train ``case.steps`` steps and report. The engine is destroyed afterwards."""
+    report = trained(make_engine(case), case)
     if case.adversarial:
         from tests.support import adversarial
 

@@ -111,3 +111,30 @@ class Masters:
     def held(self) -> Held:
         gradients = storage_bytes(param.grad for param in self._all)
         return Held(storage_bytes(self._all), gradients, storage_bytes(state_tensors(self.optimizer)))
+
+
+class OnMasters:
+    """Training of a bf16 ``model`` whose updates are made by ``masters``; the part of a `Trainer` that is the same."""
+
+    def __init__(self, work: Work, model: nn.Module, masters: Masters) -> None:
+        self._work, self._model, self._masters = work, model, masters
+
+    def forward(self, batch: torch.Tensor, last: bool) -> torch.Tensor:
+        loss: torch.Tensor = self._model(batch)
+        return loss
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        (loss / self._work.micro_batches).backward()
+
+    def step(self, last: bool) -> None:
+        if last:
+            self._masters.step(self._work.config.training.clipping)
+
+    def settle(self) -> None:
+        return
+
+    def held(self) -> Held:
+        return self._masters.held()
+
+    def close(self) -> None:
+        del self._model, self._masters

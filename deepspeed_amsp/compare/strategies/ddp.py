@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed_amsp.compare.strategies.base import Held, Masters, Work
+from deepspeed_amsp.compare.strategies.base import Masters, OnMasters, Work
 
 MIB = 1024 * 1024
 
 
-class DDP:
+class DDP(OnMasters):
     """bf16 parameters and gradients, fp32 masters; every rank updates everything. The reference of losses."""
 
     def __init__(self, work: Work) -> None:
-        self._work = work
         model = work.model().module.to(work.device, torch.bfloat16)
         parameters = list(model.parameters())
-        self._masters = Masters(parameters, parameters, work.config.training.lr)
-        self._model = DistributedDataParallel(
+        masters = Masters(parameters, parameters, work.config.training.lr)
+        self._replica = DistributedDataParallel(
             model, bucket_cap_mb=work.config.bucket_bytes / MIB, gradient_as_bucket_view=True
         )
+        super().__init__(work, self._replica, masters)
 
     def forward(self, batch: torch.Tensor, last: bool) -> torch.Tensor:
-        with nullcontext() if last else self._model.no_sync():
-            return self._model(batch)
+        with self._reducing(last):
+            return super().forward(batch, last)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        with nullcontext() if last else self._model.no_sync():
-            (loss / self._work.micro_batches).backward()
-
-    def step(self, last: bool) -> None:
-        if last:
-            self._masters.step(self._work.config.training.clipping)
-
-    def settle(self) -> None:
-        return
-
-    def held(self) -> Held:
-        return self._masters.held()
+        with self._reducing(last):
+            super().backward(loss, last)
 
     def close(self) -> None:
-        del self._model, self._masters
+        del self._replica
+        super().close()
+
+    def _reducing(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._replica.no_sync()
