@@ -46,8 +46,13 @@ def reduce_scatter(
     work = dist.all_to_all_single(received, input.reshape(-1), group=group, async_op=True)
 
     def total() -> None:
-        summed = sum_in_order(received.view(size, -1))
-        output.view(-1).copy_(summed / size if op == dist.ReduceOp.AVG else summed)
+        parts, flat = received.view(size, -1), output.view(-1)
+        if op != dist.ReduceOp.AVG:
+            sum_in_order(parts, flat)
+            return
+        summed = torch.empty_like(flat, dtype=torch.promote_types(parts.dtype, torch.float32))
+        sum_in_order(parts, summed)
+        flat.copy_(summed / size)
 
     pending = _Summing(work, total)
     if async_op:
