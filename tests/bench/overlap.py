@@ -144,10 +144,15 @@ def over_floor(one: Measured, plain: Measured) -> list[float]:
     return [seconds / one.row.floor_s(plain.phases[number]) for number, seconds in one.seconds.items()]
 
 
+def over_reachable(one: Measured, plain: Measured) -> list[float]:
+    """Seconds a step over `Row.reachable_s`, both of the same round."""
+    return [seconds / one.row.reachable_s(plain.phases[number]) for number, seconds in one.seconds.items()]
+
+
 def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
     """All rows of one NIC rate. fwd, bwd: a micro-batch's ms on the host; update: the step's, after backward.
     floor s: max(computation, communication that cannot be avoided), from this run's own row without
-    communication; by phase s: the same when what travels under one phase cannot hide under another.
+    communication; x reach: over what a schedule block by block can reach at best, see `Row.reachable_s`.
     CPU s: of a rank and step, all its threads. MB out: from a node to the other, per step."""
     between = f"{lo:g} Mbit/s" if lo else "unlimited"
     table = Table(
@@ -155,7 +160,7 @@ def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
     )
     left = ("plan", "overlap", "losses")
     for heading in (*left[:1], "M", left[1], "step s (range)", "fwd", "bwd", "update", "CPU s", "MB out (theory)",
-                    "floor s", "x floor", "by phase s", left[2]):  # fmt: skip
+                    "floor s", "x floor", "x reach", left[2]):  # fmt: skip
         table.add_column(heading, justify="left" if heading in left else "right")
     verdicts = mark_wrong(measured)
     for one in measured:
@@ -174,7 +179,7 @@ def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
         if row.factors is not None and plain is not None:
             compute = plain.typical
             words.append(f"{row.floor_s(compute):.3f}")
-            words += [f"{median(over_floor(one, plain)):.3f}", f"{row.floor_by_phase_s(compute):.3f}"]
+            words += [f"{median(over_floor(one, plain)):.3f}", f"{median(over_reachable(one, plain)):.3f}"]
         else:
             words += ["", "", ""]
         table.add_row(*words, verdicts.get(id(one), ""))
@@ -209,6 +214,7 @@ def findings(measured: Sequence[Measured], args: argparse.Namespace) -> Table:
     plain = plain_of(measured, on.row) if on else None
     if on and plain:
         line(f"{on.row.plan}: step / max(compute, communication)", over_floor(on, plain), 1.12, at_least=False)
+        line(f"{on.row.plan}: step / what block by block can reach", over_reachable(on, plain), 1.12, at_least=False)
     one = find(measured, factors=IN_NODE, nic_mbit=args.slow_nic, micro_batches=1)
     two = find(measured, factors=ACROSS, nic_mbit=args.slow_nic, hierarchical=True)
     if one and two:

@@ -108,17 +108,27 @@ class Row:
         rate = ClusterSpec(NODES, RANKS_PER_NODE, self.nic_mbit).nic_bytes_per_s
         return max(compute.total(self.micro_batches), sum(self.bytes_by_phase()) / rate)
 
-    def floor_by_phase_s(self, compute: Phases) -> float:
-        """The same with each phase by itself: what travels under one cannot hide under another."""
+    def reachable_s(self, compute: Phases) -> float:
+        """What a schedule block by block can reach: nothing sends a gradient before it is made or uses a parameter
+        before it is there, so with backward goes all but what the last block makes, with forward all but what the
+        first one needs."""
         rate = ClusterSpec(NODES, RANKS_PER_NODE, self.nic_mbit).nic_bytes_per_s
         behind_backward, behind_forward = (size / rate for size in self.bytes_by_phase())
         more = self.micro_batches - 1
         return (
-            max(compute.forward, behind_forward)
+            beside(compute.forward, behind_forward, MODEL.layers)
             + more * (compute.forward + compute.backward)
-            + max(compute.backward, behind_backward)
+            + beside(compute.backward, behind_backward, MODEL.layers)
             + compute.update
         )
+
+
+def beside(computation: float, communication: float, blocks: int) -> float:
+    """Seconds of two chains of ``blocks`` equal links, where the k-th link of the second follows the k-th of the first.
+
+    Either the second chain never waits once it has begun, or it ends one link after the first.
+    """
+    return max(computation / blocks + communication, computation + communication / blocks)
 
 
 @dataclass(frozen=True)
