@@ -154,24 +154,25 @@ def _sweep(session: _Session, op: Op, mesh: ShardFactor, effort: Effort, entries
         together = point.seconds + (AT_ONCE - 1) * (point.each or point.seconds)
         return at_once * (point.seconds * (effort.repetitions + 1) + together * ROUNDS_AT_ONCE)
 
+    def next_size(wished: int) -> int | None:
+        """What to measure on the way to ``wished``; None when that is known, or what fits is not worth the while."""
+        smaller = max((other for other in points if other < wished), default=None)
+        if wished in points or smaller is None:
+            return None if wished in points else wished
+        # At worst as slow a byte as the last one. Where latency has slowed that down, more will fit after the next.
+        fits = int(max(left, 0) * smaller / spent(points[smaller]))
+        size = min(wished, _even(fits, mesh.size))
+        return size if size >= 2 * smaller and size not in points else None
+
     left = effort.seconds - sum(map(spent, points.values()))
-    for wished in effort.sizes:
-        size = _even(wished // at_once, mesh.size)
-        if size in points:
-            continue
-        smaller = max((other for other in points if other < size), default=None)
-        if smaller is not None:
-            # At worst as slow a byte as the last one: if that takes too long, what still fits and is worth the while.
-            fits = int(max(left, 0) * smaller / spent(points[smaller]))
-            size = min(size, _even(fits, mesh.size))
-            if size < 2 * smaller or size in points:
-                continue
-        point, took = session.point(op, size)
-        points[size] = point
-        left -= took
-        entry = entries.get((op, mesh), Entry(op, mesh, ())).with_point(point)
-        entries[op, mesh] = entry
-        on_point(entry, point)
+    for wished in (_even(size // at_once, mesh.size) for size in effort.sizes):
+        while (size := next_size(wished)) is not None:
+            point, took = session.point(op, size)
+            points[size] = point
+            left -= took
+            entry = entries.get((op, mesh), Entry(op, mesh, ())).with_point(point)
+            entries[op, mesh] = entry
+            on_point(entry, point)
 
 
 def _even(size: int, ranks: int) -> int:
