@@ -148,6 +148,7 @@ class AMSPOptimizer(OptimizerSurface):
             self._comm,
             self._mesh.gather,
             before_gather=lambda unit: self.publisher.wait_unit(unit.index),
+            on_its_way=lambda unit: self.publisher.pending_unit(unit.index),
             issued=self._agreement.issued,
             prefetch_bytes=self.plan.prefetch_bytes,
             overlap=self.plan.overlap.gather,

@@ -163,7 +163,7 @@ class Replay:
             self.backward(self.sends.partial if self.plan.sharding.optim_inner > 1 else None)
 
     def forward(self, first: bool) -> None:
-        """Units in order; gathers run ahead by bytes."""
+        """Units in order; gathers run ahead by bytes, and by one unit of those that are being published."""
         if self.plan.sharding.s_p == 1:
             self.forward_whole(first)
             return
@@ -177,7 +177,9 @@ class Replay:
                 issued += 1
             else:
                 ahead -= sizes[unit]
-            while issued < units and ahead < budget:
+            publishing = False
+            while issued < units and ahead < budget and not publishing:
+                publishing = self.sends.bucket_of[issued] in self.published
                 arrivals[issued] = self.gather(issued)
                 ahead += sizes[issued]
                 issued += 1

@@ -19,6 +19,7 @@ class Gatherer:
     Args:
         units: all sharded units.
         before_gather: called with a unit before its shard is read, so that its publish has arrived.
+        on_its_way: whether a unit's publish is still to be waited for, the same on all ranks.
         issued: told the name of every unit that is gathered.
         prefetch_bytes: how far ahead of the running module gathers may be issued in forward.
         overlap: False issues every gather where it is needed and waits for it at once.
@@ -33,6 +34,7 @@ class Gatherer:
         comm: Communicator,
         group: Group,
         before_gather: Callable[[ShardedUnit], None],
+        on_its_way: Callable[[ShardedUnit], bool],
         issued: Callable[[str], None],
         prefetch_bytes: int,
         overlap: bool,
@@ -47,6 +49,7 @@ class Gatherer:
         self._comm = comm
         self._group = group
         self._before_gather = before_gather
+        self._on_its_way = on_its_way
         self._issued = issued
         self._prefetch_bytes = prefetch_bytes
         self._overlap = overlap
@@ -128,15 +131,22 @@ class Gatherer:
             self.free(unit)
 
     def _prefetch(self, coming: Sequence[Use], current: ShardedUnit, budget: float) -> None:
-        """Issue gathers of coming units until ``budget`` bytes are ahead; one unit always is."""
+        """Issue gathers of coming units until ``budget`` bytes are ahead; one unit always is.
+
+        To gather a unit that is still being published is to wait for that, and the current unit with it: only
+        one such unit is ahead, or the first forward after a step would stand until everything has arrived.
+        """
         ahead = 0
         for index, _ in coming:
             if ahead >= budget:
                 return
             unit = self._units[index]
             if unit is not current and unit.state is not UnitState.FULL:
+                publishing = self._on_its_way(unit)
                 self._issue(unit)
                 ahead += unit.full_bytes
+                if publishing:
+                    return
 
     def _issue(self, unit: ShardedUnit) -> None:
         if unit.state is UnitState.SHARDED:

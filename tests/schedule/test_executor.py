@@ -129,6 +129,56 @@ def test_gathers_of_a_backward_are_ahead_of_their_use(sharding: Sharding) -> Non
             assert not {name for name in early if name.startswith(f"layers.{layer - 2}.")} or layer == 1
 
 
+def _forwards(trainer: OnRank) -> list[list[int]]:
+    """How many gathers were out when each module of a forward asked for its own: with every unit still on its way after
+    a step until it is waited for, and with none."""
+    optimizer = trainer.engine.optimizer
+    gatherer, publisher = optimizer._gatherer, optimizer.publisher
+    rows, found = trainer.rows(0, 0), []
+    for publishing in (True, False):
+        trainer.backward(loss_of(trainer(rows), rows))
+        trainer.step()
+        indices = [unit.index for unit in gatherer.units]
+        assert all(publisher.pending_unit(index) for index in indices), "a step has just ended"
+        publisher.wait_all()
+        assert not any(publisher.pending_unit(index) for index in indices)
+        on_its_way, out, counts = set(indices) if publishing else set(), [], []
+        use, issue = gatherer.use, gatherer._comm.all_gather
+
+        def noted_use(
+            *args: Any, use: Any = use, out: list[str] = out, counts: list[int] = counts, **kwargs: Any
+        ) -> None:
+            use(*args, **kwargs)
+            counts.append(len(out))
+
+        def noted(group: Any, shard: Any, full: Any, label: str, issue: Any = issue, out: list[str] = out) -> Any:
+            out.append(label)
+            return issue(group, shard, full, label)
+
+        with (
+            mock.patch.object(gatherer, "_before_gather", lambda unit, left=on_its_way: left.discard(unit.index)),
+            mock.patch.object(gatherer, "_on_its_way", lambda unit, left=on_its_way: unit.index in left),
+            mock.patch.object(gatherer, "use", noted_use),
+            mock.patch.object(gatherer._comm, "all_gather", noted),
+        ):
+            loss = loss_of(trainer(rows), rows)
+        found.append(counts)
+        trainer.backward(loss)
+        trainer.step()
+    return found
+
+
+@over([MIXED])
+def test_a_forward_does_not_stand_until_everything_is_published(sharding: Sharding) -> None:
+    """Only one unit that is still being published is gathered ahead; once all have arrived, as many as fit."""
+    for mine in on_ranks(Run(sharding, Deep, observe=_forwards)):
+        publishing, settled = mine.seen
+        units = len(publishing)
+        assert units > 3
+        assert publishing == [min(number + 2, units) for number in range(units)]
+        assert settled == [units] * units
+
+
 # ---- pipeline ----------------------------------------------------------------------------------------------
 
 
