@@ -163,7 +163,7 @@ class Replay:
             self.backward(self.sends.partial if self.plan.sharding.optim_inner > 1 else None)
 
     def forward(self, first: bool) -> None:
-        """Units in order; gathers run ahead by bytes, and by one unit of those that are being published."""
+        """Units in order; gathers run ahead by bytes, but of those still being published only the very next one."""
         if self.plan.sharding.s_p == 1:
             self.forward_whole(first)
             return
@@ -177,9 +177,9 @@ class Replay:
                 issued += 1
             else:
                 ahead -= sizes[unit]
-            publishing = False
-            while issued < units and ahead < budget and not publishing:
-                publishing = self.sends.bucket_of[issued] in self.published
+            while issued < units and ahead < budget:
+                if ahead and self.sends.bucket_of[issued] in self.published:
+                    break
                 arrivals[issued] = self.gather(issued)
                 ahead += sizes[issued]
                 issued += 1

@@ -134,7 +134,7 @@ class Gatherer:
         """Issue gathers of coming units until ``budget`` bytes are ahead; one unit always is.
 
         To gather a unit that is still being published is to wait for that, and the current unit with it: only
-        one such unit is ahead, or the first forward after a step would stand until everything has arrived.
+        the very next may be such a one, or the first forward after a step would stand until everything has arrived.
         """
         ahead = 0
         for index, _ in coming:
@@ -142,11 +142,10 @@ class Gatherer:
                 return
             unit = self._units[index]
             if unit is not current and unit.state is not UnitState.FULL:
-                publishing = self._on_its_way(unit)
+                if ahead and self._on_its_way(unit):
+                    return
                 self._issue(unit)
                 ahead += unit.full_bytes
-                if publishing:
-                    return
 
     def _issue(self, unit: ShardedUnit) -> None:
         if unit.state is UnitState.SHARDED:

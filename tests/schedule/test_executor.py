@@ -130,8 +130,8 @@ def test_gathers_of_a_backward_are_ahead_of_their_use(sharding: Sharding) -> Non
 
 
 def _forwards(trainer: OnRank) -> list[list[int]]:
-    """How many gathers were out when each module of a forward asked for its own: with every unit still on its way after
-    a step until it is waited for, and with none."""
+    """How many gathers were out when each module of a forward asked for its own: with every five units still on their
+    way after a step until one of them is waited for, and with none."""
     optimizer = trainer.engine.optimizer
     gatherer, publisher = optimizer._gatherer, optimizer.publisher
     rows, found = trainer.rows(0, 0), []
@@ -142,7 +142,7 @@ def _forwards(trainer: OnRank) -> list[list[int]]:
         assert all(publisher.pending_unit(index) for index in indices), "a step has just ended"
         publisher.wait_all()
         assert not any(publisher.pending_unit(index) for index in indices)
-        on_its_way, out, counts = set(indices) if publishing else set(), [], []
+        on_its_way, out, counts = set(range(0, len(indices), 5)) if publishing else set(), [], []
         use, issue = gatherer.use, gatherer._comm.all_gather
 
         def noted_use(
@@ -156,8 +156,10 @@ def _forwards(trainer: OnRank) -> list[list[int]]:
             return issue(group, shard, full, label)
 
         with (
-            mock.patch.object(gatherer, "_before_gather", lambda unit, left=on_its_way: left.discard(unit.index)),
-            mock.patch.object(gatherer, "_on_its_way", lambda unit, left=on_its_way: unit.index in left),
+            mock.patch.object(
+                gatherer, "_before_gather", lambda unit, left=on_its_way: left.discard(unit.index // 5 * 5)
+            ),
+            mock.patch.object(gatherer, "_on_its_way", lambda unit, left=on_its_way: unit.index // 5 * 5 in left),
             mock.patch.object(gatherer, "use", noted_use),
             mock.patch.object(gatherer._comm, "all_gather", noted),
         ):
@@ -170,12 +172,12 @@ def _forwards(trainer: OnRank) -> list[list[int]]:
 
 @over([MIXED])
 def test_a_forward_does_not_stand_until_everything_is_published(sharding: Sharding) -> None:
-    """Only one unit that is still being published is gathered ahead; once all have arrived, as many as fit."""
+    """A unit that is still being published is only gathered ahead when it is the next; what has arrived, as it fits."""
     for mine in on_ranks(Run(sharding, Deep, observe=_forwards)):
         publishing, settled = mine.seen
         units = len(publishing)
         assert units > 3
-        assert publishing == [min(number + 2, units) for number in range(units)]
+        assert publishing == [min((number + 1) // 5 * 5 + 5, units) for number in range(units)]
         assert settled == [units] * units
 
 
