@@ -42,6 +42,7 @@ from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_sett
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
 from deepspeed_amsp.topology import detect_topology
+from deepspeed_amsp.trace.breakdown import Breakdown
 
 
 class AMSPEngine(CheckpointingEngine):
@@ -92,6 +93,7 @@ class AMSPEngine(CheckpointingEngine):
         self._tree = ModuleTree(self.module)
         self.amsp.comm.forget()
         self.amsp.comm.observer = communication_logger()
+        self.amsp.comm.breakdown = Breakdown(self.timers) if self.wall_clock_breakdown() else None
         if dist.get_rank() == 0:
             if found:
                 logger.info(f"amsp: {found}")
@@ -279,6 +281,8 @@ class AMSPEngine(CheckpointingEngine):
         steps = self.global_steps
         result = super().step(*args, **kwargs)
         self.amsp.comm.phase(None)
+        if boundary and self.amsp.comm.breakdown is not None:
+            self.amsp.comm.breakdown.step_over()
         if self.global_steps > steps and self.monitor.enabled and self.global_rank == 0:
             scalars = self.amsp.scalars().items()
             self.monitor.write_events([(f"Train/AMSP/{name}", value, self.global_samples) for name, value in scalars])
