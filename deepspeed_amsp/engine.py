@@ -24,6 +24,7 @@ from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import ZeroSettings, read_zero_settings
 from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
+from deepspeed_amsp.log import start_is_shown
 from deepspeed_amsp.mesh import launch_order_warning
 from deepspeed_amsp.model_checks import (
     FREED,
@@ -95,15 +96,18 @@ class AMSPEngine(CheckpointingEngine):
         self.amsp.comm.observer = communication_logger()
         self.amsp.comm.breakdown = Breakdown(self.timers) if self.wall_clock_breakdown() else None
         if dist.get_rank() == 0:
-            if found:
-                logger.info(f"amsp: {found}")
-            for line in self.amsp.describe():
-                logger.info(f"amsp: {line}")
-            lines = preflight_warnings(config_class._param_dict, config_class.gradient_clipping)
-            order = launch_order_warning(torch.device(self.device).type, plan.merge_communicators, os.environ)
-            for line in [*lines, *([order] if order else [])]:
-                logger.warning(f"amsp: {line}")
+            self._announce(found)
         self.amsp.ready(self.module, lambda: is_compiled(self.module))
+
+    def _announce(self, found: str) -> None:
+        """The plan, its groups and memory, and what is odd about the ds_config; ``found`` is the planner's line."""
+        with start_is_shown(self.log_level()):
+            for line in [*([found] if found else []), *self.amsp.describe()]:
+                logger.info(f"amsp: {line}")
+        lines = preflight_warnings(self._config._param_dict, self._config.gradient_clipping)
+        order = launch_order_warning(torch.device(self.device).type, self.amsp.plan.merge_communicators, os.environ)
+        for line in [*lines, *([order] if order else [])]:
+            logger.warning(f"amsp: {line}")
 
     # ---- parameters ---------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("state_access",),
     ("settings",),
     ("skips",),
+    ("log",),
     ("optimizer_surface",),
     ("optimizer",),
     ("runtime",),

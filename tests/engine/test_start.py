@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,41 @@ def test_at_most_ten_lines_on_rank_0_and_none_per_step() -> None:
     assert any("stage 3" in line and "units" in line for line in begun)
     assert any("2 groups of 2 ranks that share the parameters: 0 1" in line for line in begun)
     assert any("MB at rest on rank 0" in line for line in begun)
+
+
+def _shown(cases: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, bool]]:
+    """Lines of ours that get past DeepSpeed's logger and its handler, and whether those are what they were."""
+    from deepspeed.utils import logger
+
+    found = {}
+    for name, (ds_config, level) in cases.items():
+        screen, kept, before = io.StringIO(), logger.handlers[:], logger.level
+        handler = logging.StreamHandler(screen)
+        handler.setLevel("WARNING")
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+        start(ds_config).destroy()
+        lines = [line for line in screen.getvalue().splitlines() if "amsp:" in line]
+        found[name] = (len(lines), (logger.level, handler.level) == (logging.getLevelName(level), logging.WARNING))
+        logger.handlers[:] = kept
+        logger.setLevel(before)
+    return found
+
+
+def test_the_start_is_seen_at_deepspeeds_level_unless_a_level_is_asked_for() -> None:
+    ds_config = config(amsp=amsp("zero1", gpus_per_node=1))
+    cases = {
+        "default": (ds_config, "WARNING"),
+        "a program's": (ds_config, "ERROR"),
+        "asked for": (ds_config | {"log_level": "warning"}, "WARNING"),
+        "asked for more": (ds_config | {"log_level": "info"}, "WARNING"),
+    }
+    first, second = pool(2).run(_shown, cases)
+    assert {name: bool(lines) for name, (lines, _) in first.items()} == {
+        "default": True, "a program's": False, "asked for": False, "asked for more": True,
+    }  # fmt: skip
+    assert [lines for lines, _ in second.values()] == [0] * 4
+    assert first["default"][1] and second["default"][1], "the level is DeepSpeed's again"
 
 
 def test_groups_of_a_plan() -> None:
