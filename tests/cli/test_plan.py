@@ -408,7 +408,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--config", "{folder}/zero.json"], "zero_optimization.max_live_parameters must be a whole number"),
     (["--hostfile", "{folder}/no"], "hostfile {folder}/no: cannot be read"),
     (["--hostfile", "{folder}/text"], "line 1"),
-    (["--hostfile", "{folder}/uneven"], "a has 4 and b 8"),
+    (["--hostfile", "{folder}/uneven"], "(a: 4, b: 8). Plan for nodes that they can be cut into: --nodes 3"),
     (["--hostfile", "{folder}/twice"], "line 2: a stands there twice"),
     (["--hostfile", "{folder}/empty.json"], "names no host"),
     (["--write", "{folder}/cut.json"], "is no JSON"),
