@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,6 +60,7 @@ class AMSPEngine(CheckpointingEngine):
     dont_change_device: bool
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
@@ -96,13 +98,19 @@ class AMSPEngine(CheckpointingEngine):
         self.amsp.comm.observer = communication_logger()
         self.amsp.comm.breakdown = Breakdown(self.timers) if self.wall_clock_breakdown() else None
         if dist.get_rank() == 0:
-            self._announce(found)
+            self._announce(found, time.perf_counter() - started)
         self.amsp.ready(self.module, lambda: is_compiled(self.module))
 
-    def _announce(self, found: str) -> None:
-        """The plan, its groups and memory, and what is odd about the ds_config; ``found`` is the planner's line."""
+    def _announce(self, found: str, seconds: float) -> None:
+        """The plan, its groups and memory, and what is odd about the ds_config: ten lines at most.
+
+        Args:
+            found: the planner's line; empty if it was not asked.
+            seconds: that the engine took to be made.
+        """
+        made = f"made in {seconds:.1f} s"
         with start_is_shown(self.log_level()):
-            for line in [*([found] if found else []), *self.amsp.describe()]:
+            for line in [*([found] if found else []), *self.amsp.describe(), made]:
                 logger.info(f"amsp: {line}")
         lines = preflight_warnings(self._config._param_dict, self._config.gradient_clipping)
         order = launch_order_warning(torch.device(self.device).type, self.amsp.plan.merge_communicators, os.environ)

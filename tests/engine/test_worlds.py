@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from tests.engine.test_seam import config
 from tests.engine.test_training import make_case, reference
 from tests.parity.merge import assert_replicas_equal, whole_masters, working_copies
 from tests.support import models
-from tests.support.jobs import train
+from tests.support.jobs import Case, make_engine, train
 from tests.support.pool import WorkerPool
 
 ONE = ShardFactor(1, 1)
@@ -69,3 +70,28 @@ def test_hosts_that_form_no_even_nodes(hosts: str, words: list[str], fresh_pool:
     errors = fresh_pool(len(hosts)).run(_counting_groups, ds_config, hosts, return_exceptions=True)
     (text,) = {f"{type(error).__name__}: {error}" for error in errors}
     assert text.startswith("TopologyError") and all(word in text for word in words), text
+
+
+def _groups_made(case: Case) -> list[tuple[int, ...]]:
+    """The ranks of every group that an engine makes, in order."""
+    make, made = dist.new_group, []
+
+    def recorded(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        made.append(tuple(ranks))
+        return make(ranks, *args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", recorded):
+        make_engine(case).destroy()
+    return made
+
+
+def test_all_ranks_make_the_same_groups_in_the_same_order(fresh_pool: Callable[[int], WorkerPool]) -> None:
+    """Of 3 nodes of 2: pairs of a node, ranks of one shard, everybody; those of a kind of traffic once (case H8)."""
+    case = make_case(Sharding(PAIR, PAIR, PAIRS, PAIRS))
+    made, *others = fresh_pool(6).run(_groups_made, case)
+    assert others == [made] * 5
+    nodes, shards, everybody = {(0, 1), (2, 3), (4, 5)}, {(0, 2, 4), (1, 3, 5)}, {tuple(range(6))}
+    assert set(made) == nodes | shards | everybody
+    times = Counter(made)
+    for kind, traffic in ((nodes, 2), (shards, 2), (everybody, 3)):
+        assert all(times[ranks] <= traffic for ranks in kind), times
