@@ -108,7 +108,7 @@ class AMSPEngine(CheckpointingEngine):
             found: the planner's line; empty if it was not asked.
             seconds: that the engine took to be made.
         """
-        made = f"made in {seconds:.1f} s"
+        made = f"engine made in {seconds:.1f} s"
         with start_is_shown(self.log_level()):
             for line in [*([found] if found else []), *self.amsp.describe(), made]:
                 logger.info(f"amsp: {line}")
