@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -24,21 +26,26 @@ class Breakdown:
         self._timers = timers
         self.last_step: dict[str, float] = {}
         """Exposed milliseconds by kind; empty before the first step."""
+        self._inside: Counter[str] = Counter()
+        # With a comms_logger the threads that issue later stages wait, too.
+        self._lock = threading.Lock()
         for name in (*map(exposed, KINDS), UPDATE):
             timers(name).reset()  # there from the first line on
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """The block counts for the timer ``name``; one inside another of the same name counts once."""
-        timer = self._timers(name)
-        if timer.started_:
-            yield
-            return
-        timer.start()
+        """The block counts for the timer ``name``; blocks of one name inside or beside each other count once."""
+        with self._lock:
+            self._inside[name] += 1
+            if self._inside[name] == 1:
+                self._timers(name).start()
         try:
             yield
         finally:
-            timer.stop()
+            with self._lock:
+                self._inside[name] -= 1
+                if not self._inside[name]:
+                    self._timers(name).stop()
 
     def exposed(self, kind: str) -> AbstractContextManager[None]:
         """In the block the computation stands still for collectives of this kind."""
@@ -46,8 +53,9 @@ class Breakdown:
 
     def step_over(self) -> None:
         """Print DeepSpeed's kind of line on rank 0, and begin anew."""
-        self.last_step = {kind: self._timers(exposed(kind)).elapsed(reset=False) for kind in KINDS}
-        self._timers.log([*map(exposed, KINDS), UPDATE])
+        with self._lock:
+            self.last_step = {kind: self._timers(exposed(kind)).elapsed(reset=False) for kind in KINDS}
+            self._timers.log([*map(exposed, KINDS), UPDATE])
 
 
 def exposed(kind: str) -> str:
