@@ -11,7 +11,7 @@ import torch
 from tests.integration import tiny
 from tests.support.pool import WorkerPool
 
-pytestmark = [pytest.mark.slow, tiny.needs("transformers")]
+pytestmark = [pytest.mark.slow, tiny.needs("transformers", "accelerate")]
 
 STEPS, LENGTH, EXPERTS = 3, 6, 8
 CHOICE = {"num_experts_per_tok": 2}
@@ -67,6 +67,7 @@ def _train(family: str, config: dict[str, Any], leaf: bool) -> tuple[list[float]
 
     import deepspeed_amsp  # noqa: F401
 
+    tiny.on_cpus()
     model = _model(family)
     if leaf:
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
