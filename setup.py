@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 DEMO = ["matplotlib>=3.7"]
 INTEGRATIONS = ["transformers>=5.24", "accelerate>=1.15", "lightning>=2.6", "peft>=0.21", "safetensors"]
-TEST = [*DEMO, *INTEGRATIONS, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "ruff", "mypy"]
+TEST = [*DEMO, *INTEGRATIONS, "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "tensorboard", "ruff", "mypy"]
 
 setup(
     name="deepspeed_amsp",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from deepspeed_amsp.mesh import Group, Purpose
+from deepspeed_amsp.trace.breakdown import UPDATE, Breakdown
 from deepspeed_amsp.trace.recorder import Flight, Recorder
 
 # torch 2.13 renamed the tensor collectives and warns about the old names.
@@ -28,7 +29,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_NOT_RECORDED: AbstractContextManager[None] = nullcontext()
+_UNCOUNTED: AbstractContextManager[None] = nullcontext()
 
 HOST_DEVICES: frozenset[str] = frozenset({"cpu"})
 """Types of devices whose collectives are gloo's. Tests whose CPU tensors stand for an accelerator's empty it."""
@@ -70,7 +71,7 @@ class Ticket:
     raises `CollectiveError` when the process group says that the collective failed.
     """
 
-    __slots__ = ("_finish", "_flight", "_keep", "_works", "entry")
+    __slots__ = ("_breakdown", "_finish", "_flight", "_keep", "_works", "entry")
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Ticket:
         finish: Callable[[], None] | None,
         entry: LogEntry,
         flight: Flight | None = None,
+        breakdown: Breakdown | None = None,
     ) -> None:
         self._works: list[Any] = list(works)
         self._keep: list[Any] = list(keep)
@@ -86,6 +88,7 @@ class Ticket:
         self.entry = entry
         self._flight = flight
         """Set while somebody traces and nobody has waited."""
+        self._breakdown = breakdown
 
     def wait(self, aside: bool = False) -> None:
         """Make the result readable.
@@ -95,9 +98,11 @@ class Ticket:
         """
         flight, self._flight = self._flight, None
         begin = flight.stamp() if flight is not None else None
+        breakdown = None if aside else self._breakdown
         try:
-            for work in self._works:
-                work.wait()
+            with _UNCOUNTED if breakdown is None else breakdown.exposed(self.entry.purpose.value):
+                for work in self._works:
+                    work.wait()
         except RuntimeError as error:
             entry = self.entry
             raise CollectiveError(
@@ -163,6 +168,8 @@ class Communicator:
         """Told of every collective and its milliseconds; with one, each is waited for at once, as in DeepSpeed."""
         self.recorder: Recorder | None = None
         """Told when collectives are issued, land and are waited for; None unless somebody traces."""
+        self.breakdown: Breakdown | None = None
+        """Told what the computation stands still for, and of updates; None unless wall_clock_breakdown is on."""
         self._seq = itertools.count()
         self._running = new_log()
         self._last = new_log()
@@ -210,11 +217,21 @@ class Communicator:
 
     def span(self, name: str, category: str) -> AbstractContextManager[None]:
         """For traces: the block is a slice of computation."""
-        return _NOT_RECORDED if self.recorder is None else self.recorder.span(name, category)
+        return _UNCOUNTED if self.recorder is None else self.recorder.span(name, category)
 
-    def blocked(self, entry: LogEntry) -> AbstractContextManager[None]:
-        """For traces: in the block the computation stands still until somebody else has waited for ``entry``."""
-        return _NOT_RECORDED if self.recorder is None else self.recorder.blocked(entry)
+    @contextmanager
+    def updating(self, label: str) -> Iterator[None]:
+        """For traces and breakdowns: the block is the owners' update of ``label``."""
+        timer = _UNCOUNTED if self.breakdown is None else self.breakdown.timing(UPDATE)
+        with timer, self.span(label, "update"):
+            yield
+
+    @contextmanager
+    def blocked(self, entry: LogEntry) -> Iterator[None]:
+        """For both, too: in the block the computation stands still until somebody else has waited for ``entry``."""
+        timer = _UNCOUNTED if self.breakdown is None else self.breakdown.exposed(entry.purpose.value)
+        with timer, _UNCOUNTED if self.recorder is None else self.recorder.blocked(entry):
+            yield
 
     def all_gather(self, group: Group, shard: torch.Tensor, full: torch.Tensor, label: str) -> Ticket:
         """``full`` [size * n] becomes the concatenation of every rank's ``shard`` [n], by group index."""
@@ -298,7 +315,7 @@ class Communicator:
         if self.recorder is not None:
             # What a helper issues for a step that has ended meanwhile still belongs to that step.
             flight = self.recorder.launched(entry, works, late=self.log is not self._running)
-        ticket = Ticket(works, keep, finish, entry, flight)
+        ticket = Ticket(works, keep, finish, entry, flight, self.breakdown)
         if self.observer is not None:
             start = time.perf_counter()
             ticket.wait()

@@ -354,17 +354,15 @@ def preflight_warnings(ds_config: Mapping[str, Any], effective_clip: float = 1.0
             f"gradient_clipping is absent, which means {effective_clip:g} in this DeepSpeed; "
             f"write the value that you want, 0.0 for no clipping"
         )
-    foreign = []
-    for key in ds_config:
-        near = difflib.get_close_matches(str(key).lower(), TOP_LEVEL_KEYS, n=1, cutoff=0.85)
-        if key in TOP_LEVEL_KEYS:
-            continue
-        if key in _ZERO_KEYS or str(key).startswith("stage3_"):
-            lines.append(f'"{key}" has no effect at the top level; it belongs in "{_ZERO}"')
-        elif near:
-            lines.append(f'"{key}" is unknown and has no effect; did you mean "{near[0]}"?')
-        else:
-            foreign.append(str(key))
-    if foreign:
-        lines.append(f"top-level keys that DeepSpeed does not know, and that have no effect: {', '.join(foreign)}")
+    idle = [_idle(str(key)) for key in ds_config if key not in TOP_LEVEL_KEYS]
+    if idle:
+        lines.append(f"these have no effect at the top level: {', '.join(idle)}")
     return lines
+
+
+def _idle(key: str) -> str:
+    """A key that DeepSpeed does not know at the top level, and where it may belong."""
+    if key in _ZERO_KEYS or key.startswith("stage3_"):
+        return f'"{key}" (it belongs in "{_ZERO}")'
+    near = difflib.get_close_matches(key.lower(), TOP_LEVEL_KEYS, n=1, cutoff=0.85)
+    return f'"{key}" (did you mean "{near[0]}"?)' if near else f'"{key}"'

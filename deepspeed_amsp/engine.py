@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from deepspeed_amsp.config import check_stage, read_block
 from deepspeed_amsp.config_preflight import preflight_warnings
 from deepspeed_amsp.config_zero import ZeroSettings, read_zero_settings
 from deepspeed_amsp.leaf_table import agreed_table, read_table, table_name
+from deepspeed_amsp.log import start_is_shown
 from deepspeed_amsp.mesh import launch_order_warning
 from deepspeed_amsp.model_checks import (
     FREED,
@@ -42,6 +44,7 @@ from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_sett
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
 from deepspeed_amsp.topology import detect_topology
+from deepspeed_amsp.trace.breakdown import Breakdown
 
 
 class AMSPEngine(CheckpointingEngine):
@@ -57,6 +60,7 @@ class AMSPEngine(CheckpointingEngine):
     dont_change_device: bool
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
@@ -92,16 +96,26 @@ class AMSPEngine(CheckpointingEngine):
         self._tree = ModuleTree(self.module)
         self.amsp.comm.forget()
         self.amsp.comm.observer = communication_logger()
+        self.amsp.comm.breakdown = Breakdown(self.timers) if self.wall_clock_breakdown() else None
         if dist.get_rank() == 0:
-            if found:
-                logger.info(f"amsp: {found}")
-            for line in self.amsp.describe():
-                logger.info(f"amsp: {line}")
-            lines = preflight_warnings(config_class._param_dict, config_class.gradient_clipping)
-            order = launch_order_warning(torch.device(self.device).type, plan.merge_communicators, os.environ)
-            for line in [*lines, *([order] if order else [])]:
-                logger.warning(f"amsp: {line}")
+            self._announce(found, time.perf_counter() - started)
         self.amsp.ready(self.module, lambda: is_compiled(self.module))
+
+    def _announce(self, found: str, seconds: float) -> None:
+        """The plan, its groups and memory, and what is odd about the ds_config: ten lines at most.
+
+        Args:
+            found: the planner's line; empty if it was not asked.
+            seconds: that the engine took to be made.
+        """
+        made = f"engine made in {seconds:.1f} s"
+        with start_is_shown(self.log_level()):
+            for line in [*([found] if found else []), *self.amsp.describe(), made]:
+                logger.info(f"amsp: {line}")
+        lines = preflight_warnings(self._config._param_dict, self._config.gradient_clipping)
+        order = launch_order_warning(torch.device(self.device).type, self.amsp.plan.merge_communicators, os.environ)
+        for line in [*lines, *([order] if order else [])]:
+            logger.warning(f"amsp: {line}")
 
     # ---- parameters ---------------------------------------------------------------------------------------
 
@@ -279,6 +293,8 @@ class AMSPEngine(CheckpointingEngine):
         steps = self.global_steps
         result = super().step(*args, **kwargs)
         self.amsp.comm.phase(None)
+        if boundary and self.amsp.comm.breakdown is not None:
+            self.amsp.comm.breakdown.step_over()
         if self.global_steps > steps and self.monitor.enabled and self.global_rank == 0:
             scalars = self.amsp.scalars().items()
             self.monitor.write_events([(f"Train/AMSP/{name}", value, self.global_samples) for name, value in scalars])

@@ -89,7 +89,8 @@ class Runtime:
         """What monitors show of the last whole step on this rank, beside DeepSpeed's own scalars.
 
         bytes_<purpose>: of whole messages; gather_hits: the share of gathers, since this was last asked, that had been
-        issued ahead of their use; exposed_ms_<purpose>: while a trace is recorded on the host's clock.
+        issued ahead of their use; exposed_ms_<purpose>: with wall_clock_breakdown, or while a trace is recorded on the
+        host's clock.
         """
         found: dict[str, float] = {}
         for row in self.collectives():
@@ -100,9 +101,12 @@ class Runtime:
             self._gathers_seen = now
             if now[0] > before[0]:
                 found["gather_hits"] = (now[1] - before[1]) / (now[0] - before[0])
-        if self.comm.recorder is not None:
-            found |= {f"exposed_ms_{kind}": value for kind, value in exposed_lately(self.comm.recorder).items()}
-        return found
+        exposed: dict[str, float] = {}
+        if self.comm.breakdown is not None:
+            exposed = self.comm.breakdown.last_step
+        elif self.comm.recorder is not None:
+            exposed = exposed_lately(self.comm.recorder)
+        return found | {f"exposed_ms_{kind}": value for kind, value in exposed.items()}
 
     @contextmanager
     def tracing(self, path: str | Path) -> Iterator[Session]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,9 @@ LOCAL_SIZE_VARIABLES: tuple[str, ...] = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 LEAF_KEY = "amsp.topology.leaf_switches"
+
+SHOWN_HOSTS = 8
+"""As many are named in an error; a cluster may have hundreds."""
 
 
 class TopologyError(ValueError):
@@ -105,14 +109,17 @@ def detect_gpus_per_node(
     """GPUs of a node: amsp.topology.gpus_per_node, else what the launcher says, else the ranks of a host.
 
     host_names has the host of each rank, in rank order. Without it the launcher's LOCAL_WORLD_SIZE or
-    LOCAL_SIZE is believed, and without that the whole world is one host. Raises TopologyError when the ranks
-    of a host are not contiguous, when hosts are uneven (unless block_value divides every host), when launcher
-    and host names disagree, and when block_value does not divide a host. Every rank gets the same answer or
-    the same error as long as the launcher says the same everywhere.
+    LOCAL_SIZE is believed, and without that the whole world is one host. Raises TopologyError when hosts are
+    uneven or their ranks are not contiguous (unless block_value divides every stretch of ranks on one host), when
+    launcher and host names disagree, and when block_value does not divide a host. Every rank gets the same answer
+    or the same error as long as the launcher says the same everywhere.
     """
     said = _launcher_says(env)
     if host_names is not None:
-        counts, seen = _host_counts(host_names, world_size), f"the hosts have {_counted(host_names)}"
+        stretches = _stretches(host_names, world_size)
+        if block_value is None:
+            _check_contiguous(host_names, stretches)
+        counts, seen = [count for _, count in stretches], f"the hosts have {counted(stretches)}"
     elif said is not None:
         counts, seen = _split(world_size, said[1]), f"{said[0]} = {said[1]}, world size {world_size}"
     else:
@@ -169,17 +176,31 @@ def _launcher_says(env: Mapping[str, str]) -> tuple[str, int] | None:
     return None
 
 
-def _host_counts(host_names: Sequence[str], world_size: int) -> list[int]:
-    """Ranks of each host, in rank order."""
+def _stretches(host_names: Sequence[str], world_size: int) -> list[tuple[str, int]]:
+    """Consecutive ranks on one host, in rank order: (host, how many)."""
     if len(host_names) != world_size:
         raise TopologyError(f"{len(host_names)} host names for world size {world_size}; need one per rank.")
-    runs = [name for name, _ in groupby(host_names)]
-    split = sorted({name for name in runs if runs.count(name) > 1})
-    if split:
-        ranks = {name: [rank for rank, host in enumerate(host_names) if host == name] for name in split}
-        where = ", ".join(f"{name} has ranks {ranks[name]}" for name in split)
-        raise TopologyError(f"the ranks of a host must be contiguous, but {where}; number them host by host.")
-    return [len(list(ranks)) for _, ranks in groupby(host_names)]
+    return [(name, len(list(ranks))) for name, ranks in groupby(host_names)]
+
+
+def _check_contiguous(host_names: Sequence[str], stretches: Sequence[tuple[str, int]]) -> None:
+    """Raises TopologyError when the ranks of a host are not numbered one after the other."""
+    starts = Counter(name for name, _ in stretches)
+    split = sorted(name for name, count in starts.items() if count > 1)
+    if not split:
+        return
+    where = [
+        f"{name} has ranks {_shortened([rank for rank, host in enumerate(host_names) if host == name])}"
+        for name in split[:SHOWN_HOSTS]
+    ]
+    more = [f"{len(split) - SHOWN_HOSTS} more hosts are alike"] if len(split) > SHOWN_HOSTS else []
+    common = math.gcd(*(count for _, count in stretches))
+    node = "each rank" if common == 1 else f"every {common} consecutive ranks"
+    raise TopologyError(
+        f"the ranks of a host must be contiguous, but {', '.join([*where, *more])}; number them host by host, as the "
+        f"deepspeed launcher and torchrun do (mpirun: --map-by slot), or set "
+        f'"topology": {{"gpus_per_node": {common}}} to count {node} as a node.'
+    )
 
 
 def _split(world_size: int, local: int) -> list[int]:
@@ -188,8 +209,15 @@ def _split(world_size: int, local: int) -> list[int]:
     return [local] * whole + [left] * (left > 0)
 
 
-def _counted(host_names: Sequence[str]) -> str:
-    return ", ".join(f"{name}: {len(list(ranks))}" for name, ranks in groupby(host_names))
+def counted(hosts: Sequence[tuple[str, int]]) -> str:
+    """(host, how many) as "a: 8, b: 4"; of many hosts only those that differ from most, and how many those are."""
+    if len(hosts) <= SHOWN_HOSTS:
+        return ", ".join(f"{name}: {count}" for name, count in hosts)
+    usual, _ = Counter(count for _, count in hosts).most_common(1)[0]
+    odd = [f"{name}: {count}" for name, count in hosts if count != usual]
+    others = f"{len(hosts) - len(odd)} {'others' if odd else 'hosts'}: {usual} each"
+    left_out = [f"{len(odd) - SHOWN_HOSTS} more with other numbers"] if len(odd) > SHOWN_HOSTS else []
+    return ", ".join([*odd[:SHOWN_HOSTS], *left_out, others])
 
 
 def _possible(counts: Sequence[int]) -> str:
@@ -220,6 +248,12 @@ def _cut(block_value: int, common: int, seen: str) -> int:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """A list with its middle left out when it is long."""
+    shown = [*map(str, ranks)] if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
+    return f"[{', '.join(shown)}]"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -68,7 +68,7 @@ class OwnerUpdate:
         """
         buckets = range(len(self._gradients))
         if not self._states.stepwise:
-            with self._comm.span("update", "update"):
+            with self._comm.updating("update"):
                 for index in buckets:
                     self._load(index, scale, unused)
                 self._states.step_all()
@@ -87,7 +87,7 @@ class OwnerUpdate:
             self._publisher.wait_all()
 
     def _step(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
-        with self._comm.span(f"update {self._gradients[index].layout.label}", "update"):
+        with self._comm.updating(f"update {self._gradients[index].layout.label}"):
             self._load(index, scale, unused)
             self._states.step_bucket(index)
 

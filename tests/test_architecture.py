@@ -37,6 +37,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("state_access",),
     ("settings",),
     ("skips",),
+    ("log",),
     ("optimizer_surface",),
     ("optimizer",),
     ("runtime",),
@@ -136,6 +137,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             {"engine.py", "checkpoint/engine.py", "compat.py", "install.py"},
         ),
         ("coalesces collectives, which gloo does not know (case I4)", r"_coalescing_manager", set()),
+        ("builds an op when it is first used (case H7)", r"op_builder|cpp_extension|load_inline", set()),
         ("talks to torch.cuda", r"torch\.cuda", set()),
         (
             "synchronises the host in the hot path",

@@ -107,9 +107,30 @@ class TestUnevenHosts:
         with pytest.raises(TopologyError, match=r"a has ranks \[0, 2\], b has ranks \[1, 3\]"):
             detect_gpus_per_node(None, {}, 4, ["a", "b", "a", "b"])
 
-    @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(1, 8))
-    def test_a_value_is_taken_exactly_when_no_node_spans_two_hosts(self, counts: list[int], value: int) -> None:
-        names = hosts(*counts)
+    def test_scattered_by_twos(self) -> None:
+        """What the error says is taken: nodes of two, each on one host."""
+        names = ["a", "a", "b", "b", "a", "a"]
+        with pytest.raises(TopologyError, match=r'a has ranks \[0, 1, 4, 5\].*\{"gpus_per_node": 2\} to count every 2'):
+            detect_gpus_per_node(None, {}, 6, names)
+        assert detect_gpus_per_node(2, {}, 6, names) == 2
+        assert detect_topology(2, {}, 6, names, [["b"], ["a"]]).leaves == (1, 0, 1)
+        with pytest.raises(TopologyError, match=r"gpus_per_node = 4 does not divide every host .*a: 2, b: 2, a: 2"):
+            detect_gpus_per_node(4, {}, 6, names)
+
+    def test_many_hosts_are_not_all_named(self) -> None:
+        even = [f"n{node}" for node in range(100) for _ in range(8)]
+        with pytest.raises(TopologyError, match=r"\(the hosts have n99: 7, 99 others: 8 each\)"):
+            detect_gpus_per_node(None, {}, 799, even[:-1])
+        turns = [f"n{rank % 100:02}" for rank in range(800)]
+        with pytest.raises(TopologyError, match="contiguous") as caught:
+            detect_gpus_per_node(None, {}, 800, turns)
+        assert "n07 has ranks [7, 107, 207, 307, 407, 507, 607, 707], 92 more hosts are alike" in str(caught.value)
+
+    @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 8)), min_size=1, max_size=6), st.integers(1, 8))
+    def test_a_value_is_taken_exactly_when_no_node_spans_two_hosts(
+        self, stretches: list[tuple[str, int]], value: int
+    ) -> None:
+        names = [host for host, count in stretches for _ in range(count)]
         try:
             found = detect_gpus_per_node(value, {}, len(names), names)
         except TopologyError:

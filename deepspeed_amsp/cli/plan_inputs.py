@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from deepspeed_amsp.config_preflight import lookup
 from deepspeed_amsp.config_zero import ZeroSettings, parsed_zero, read_zero_settings
 from deepspeed_amsp.plan.resolve import Overlap
 from deepspeed_amsp.plan.solver import Modes
+from deepspeed_amsp.topology import counted
 
 OPTIMIZER_NAMES = {
     "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "lion": "lion", "fusedlion": "lion",
@@ -185,9 +187,10 @@ def read_hostfile(path: Path) -> tuple[int, int]:
     if not slots:
         raise InputError(f"hostfile {path}: names no host")
     if len(set(slots.values())) > 1:
-        few, many = min(slots, key=slots.__getitem__), max(slots, key=slots.__getitem__)
+        common, total = math.gcd(*slots.values()), sum(slots.values())
         raise InputError(
-            f"hostfile {path}: every node needs as many GPUs as the others, but {few} has {slots[few]} and {many} "
-            f"{slots[many]}"
+            f"hostfile {path}: hosts have different numbers of slots ({counted([*slots.items()])}). Plan for nodes "
+            f"that they can be cut into: --nodes {total // common} --gpus-per-node {common} instead of the hostfile, "
+            f'and "topology": {{"gpus_per_node": {common}}} in the block'
         )
     return len(slots), next(iter(slots.values()))

@@ -165,7 +165,7 @@ def test_it_writes_a_new_config_that_the_engine_takes(model: str, tmp_path: Path
 
 def test_it_reads_and_writes_an_existing_config(model: str, tmp_path: Path) -> None:
     path, hosts = tmp_path / "ds.json", tmp_path / "hosts"
-    hosts.write_text("# two\nnode1 slots=4\n\nnode2 slots=4  # the other\n")
+    hosts.write_text("# two\r\nnode1 slots=4\r\n\r\nnode2 slots=4  # the other\r\n")
     config = {
         "train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
@@ -408,7 +408,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--config", "{folder}/zero.json"], "zero_optimization.max_live_parameters must be a whole number"),
     (["--hostfile", "{folder}/no"], "hostfile {folder}/no: cannot be read"),
     (["--hostfile", "{folder}/text"], "line 1"),
-    (["--hostfile", "{folder}/uneven"], "a has 4 and b 8"),
+    (["--hostfile", "{folder}/uneven"], "(a: 4, b: 8). Plan for nodes that they can be cut into: --nodes 3"),
     (["--hostfile", "{folder}/twice"], "line 2: a stands there twice"),
     (["--hostfile", "{folder}/empty.json"], "names no host"),
     (["--write", "{folder}/cut.json"], "is no JSON"),

@@ -117,7 +117,7 @@ def test_accepted(name: str, outcomes: dict[str, str]) -> None:
         ({"stage3_max_live_parameters": 1}, ['belongs in "zero_optimization"']),
         (
             {"low_cpu_mem_usage": True, "comms_config": {}, "monitor_config": {}},
-            ["low_cpu_mem_usage, comms_config, monitor_config"],
+            ['"low_cpu_mem_usage", "comms_config", "monitor_config"'],
         ),
     ],
 )

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed_amsp.trace.breakdown import UPDATE, exposed
+from deepspeed_amsp.trace.reading import KINDS
 from tests.config.observe import configs, listening
 from tests.config.trial import merged, start, window
 from tests.support import models
@@ -98,30 +100,44 @@ def test_dump_state() -> None:
 
 
 def _timers(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Per case: timers that a script can ask for, lines of timers with their milliseconds, the throughput timer."""
     found = {}
     for name, config in cases.items():
-        with listening() as lines:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):  # not the log: DeepSpeed prints them at any log level
             engine = start(copy.deepcopy(dict(config)))
-            window(engine)
-            settings = engine.tput_timer.config
-            found[name] = (
-                sorted(engine.get_wall_clock_timers()),
-                sorted(set(re.findall(r"(\w+): [\d.]+", " ".join(line for line in lines if "time (ms)" in line)))),
-                (settings.enabled, settings.synchronized, engine.tput_timer.started),
-            )
-            engine.destroy()
+            for step in range(2):
+                window(engine, step)
+        settings = engine.tput_timer.config
+        lines = [line for line in printed.getvalue().splitlines() if "time (ms)" in line]
+        timed = [{key: float(ms) for key, ms in re.findall(r"(\w+): ([\d.]+)", line)} for line in lines]
+        throughput = (settings.enabled, settings.synchronized, engine.tput_timer.started)
+        found[name] = (sorted(engine.get_wall_clock_timers()), timed, throughput)
+        engine.destroy()
     return found
 
 
 def test_wall_clock_breakdown_and_throughput_timers() -> None:
+    """DeepSpeed's lines, and once a step one of ours, whose times lie within DeepSpeed's."""
     changes = {"wall_clock_breakdown": True, "timers": {"throughput": {"enabled": False, "synchronized": False}}}
-    for found in pool(WORLD).run(_timers, configs(changes)):
-        cached, logged, throughput = found["zero1"]
-        assert (cached, throughput) == (found["plain"][0], found["plain"][2])
-        assert cached
-        assert throughput == (False, False, False)
-        # DeepSpeed's optimizer has timers of its own inside; the engine's are all there.
-        assert set(logged) >= {name for name in found["plain"][1] if not name.startswith("optimizer")}
+    changes["gradient_accumulation_steps"] = 2
+    cases = configs(changes, "plain", "zero1", "zero3") | {"off": configs({})["zero1"]}
+    for rank, found in enumerate(pool(WORLD).run(_timers, cases)):
+        assert found["off"][:2] == ([], [])
+        # DeepSpeed's optimizer prints a line of its own; the engine's are those of micro-batches and of steps.
+        theirs = [set(line) for line in found["plain"][1] if not set(line) & {UPDATE}]
+        assert len(theirs) == (6 if rank == 0 else 0)
+        for label in ("zero1", "zero3"):
+            asked, lines, throughput = found[label]
+            assert (asked, throughput) == (found["plain"][0], found["plain"][2])
+            assert asked and throughput == (False, False, False)
+            mine = [line for line in lines if UPDATE in line]
+            assert [set(line) for line in lines if line not in mine] == theirs
+            assert len(mine) == (2 if rank == 0 else 0)
+            for line, step in zip(mine, [line for line in lines if "step" in line], strict=True):
+                assert set(line) == {UPDATE, *map(exposed, KINDS)}
+                assert 0 < line[UPDATE] <= step["step"]
+                assert sum(line.values()) <= step["fwd"] + step["bwd"] + step["step"] + 0.1  # two decimals each
 
 
 # ---- monitors, profilers -----------------------------------------------------------------------------------------

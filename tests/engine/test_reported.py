@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tests.support import models
 from tests.support.jobs import Case, make_engine, train_step
 from tests.support.models import Outcome
 from tests.support.pool import pool
+
+NIGHTLY = os.environ.get("AMSP_NIGHTLY") == "1"
 
 WHOLE = SPREAD[1]
 """Parameters whole, gradients and optimizer states sharded: updates travel under the next forward."""
@@ -79,8 +82,8 @@ class Scripted(models.Mlp):
 def _trained(case: Case, kind: str) -> dict[str, torch.Tensor]:
     models.MODELS["tried"] = {"hoarder": Hoarder, "scripted": Scripted}.get(kind, models.Mlp)
     engine = make_engine(case)
-    if kind == "compiled":
-        engine.compile(backend="eager")
+    if kind in ("compiled", "inductor"):
+        engine.compile(backend="inductor" if kind == "inductor" else "eager")
     for step in range(3):
         if kind == "direct":
             _step_through_the_module(engine, case, step)
@@ -100,11 +103,11 @@ def _step_through_the_module(engine: Any, case: Case, step: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("kind", ["hoarder", "scripted", "compiled", "direct"])
+@pytest.mark.parametrize("kind", ["hoarder", "scripted", "compiled", "direct", *["inductor"] * NIGHTLY])
 def test_parameters_read_where_nobody_sees_it(kind: str) -> None:
     case = make_case(WHOLE, model="tried", micro_batches=1 if kind == "direct" else 2, adversarial=kind == "hoarder")
     want = models.reference("mlp", case.optimizer, 4, case.micro_batches, 3, case.clip)
-    for state in pool(4).run(_trained, case, kind):
+    for state in pool(4).run(_trained, case, kind, timeout=300 if kind == "inductor" else 60):
         assert_values(state, want)
 
 

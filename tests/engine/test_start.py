@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,53 @@ def _said(ds_config: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def test_at_most_ten_lines_on_rank_0_and_none_per_step() -> None:
-    odd = {"gradient_cliping": 1.0, "low_cpu_mem_usage": True, "stage3_max_live_parameters": 1}
+    """Without one line more of the planner's, another group's and an accelerator's each, which others may have."""
+    odd = {"gradient_cliping": 1.0, "low_cpu_mem_usage": True, "stage3_max_live_parameters": 1, "overlap_comm": True}
     ds_config = config(amsp=amsp("mics"), zero_optimization={"stage": 3}, gradient_clipping=None, **odd)
     (begun, later), *others = pool(4).run(_said, ds_config)
-    assert 4 <= len(begun) <= 10, begun
+    assert 5 <= len(begun) <= 7, begun
     assert later == [] and others == [([], [])] * 3
     assert any("stage 3" in line and "units" in line for line in begun)
     assert any("2 groups of 2 ranks that share the parameters: 0 1" in line for line in begun)
     assert any("MB at rest on rank 0" in line for line in begun)
+    assert sum("made in" in line for line in begun) == 1  # how long it took (case J3)
+    (idle,) = [line for line in begun if "no effect" in line]
+    assert all(f'"{key}"' in idle for key in odd)
+
+
+def _shown(cases: dict[str, tuple[dict[str, Any], str]]) -> dict[str, tuple[int, bool]]:
+    """Lines of ours that get past DeepSpeed's logger and its handler, and whether those are what they were."""
+    from deepspeed.utils import logger
+
+    found = {}
+    for name, (ds_config, level) in cases.items():
+        screen, kept, before = io.StringIO(), logger.handlers[:], logger.level
+        handler = logging.StreamHandler(screen)
+        handler.setLevel("WARNING")
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+        start(ds_config).destroy()
+        lines = [line for line in screen.getvalue().splitlines() if "amsp:" in line]
+        found[name] = (len(lines), (logger.level, handler.level) == (logging.getLevelName(level), logging.WARNING))
+        logger.handlers[:] = kept
+        logger.setLevel(before)
+    return found
+
+
+def test_the_start_is_seen_at_deepspeeds_level_unless_a_level_is_asked_for() -> None:
+    ds_config = config(amsp=amsp("zero1", gpus_per_node=1))
+    cases = {
+        "default": (ds_config, "WARNING"),
+        "a program's": (ds_config, "ERROR"),
+        "asked for": (ds_config | {"log_level": "warning"}, "WARNING"),
+        "asked for more": (ds_config | {"log_level": "info"}, "WARNING"),
+    }
+    first, second = pool(2).run(_shown, cases)
+    assert {name: bool(lines) for name, (lines, _) in first.items()} == {
+        "default": True, "a program's": False, "asked for": False, "asked for more": True,
+    }  # fmt: skip
+    assert [lines for lines, _ in second.values()] == [0] * 4
+    assert first["default"][1] and second["default"][1], "the level is DeepSpeed's again"
 
 
 def test_groups_of_a_plan() -> None:

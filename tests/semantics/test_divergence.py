@@ -17,6 +17,7 @@ from tests.semantics import modules as m
 from tests.semantics.harness import (
     MICS,
     MIXED,
+    UNEQUAL,
     ZERO3,
     Held,
     Run,
@@ -24,6 +25,7 @@ from tests.semantics.harness import (
     assert_parity,
     job,
     loss_of,
+    one_step,
     over,
     plain_loop,
     reference,
@@ -116,6 +118,37 @@ def _one_backward_less(trainer: Any) -> None:
 def test_a_backward_that_one_rank_leaves_out(sharding: Sharding, fresh_pool: Callable[[int], WorkerPool]) -> None:
     text = _ends(fresh_pool(4), Run(sharding, m.Plain, loop=_one_backward_less))
     assert "rank" in text
+
+
+def _one_batch_less(trainer: Any) -> None:
+    """Rank 0 has no batch for step 2, and waits; the others cannot end that step without it (case H5)."""
+    for step in range(3):
+        if dist.get_rank() == 0 and step == 2:
+            time.sleep(TIMEOUT_S + 1)
+            raise RuntimeError("rank 0 had fewer batches")
+        one_step(trainer, step)
+
+
+def _one_raises(trainer: Any) -> None:
+    """Rank 0 fails in step 1 (case H6)."""
+    one_step(trainer, 0)
+    if dist.get_rank() == 0:
+        raise ZeroDivisionError("the first cause")
+    one_step(trainer, 1)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sharding", "cause"),
+    [(_one_batch_less, UNEQUAL, "rank 0 had fewer batches"), (_one_raises, ZERO3, "the first cause")],
+    ids=["a batch less, whole parameters", "a rank raises, sharded parameters"],
+)
+def test_the_others_of_a_rank_that_stops_end_soon(
+    loop: Callable[[Any], None], sharding: Sharding, cause: str, fresh_pool: Callable[[int], WorkerPool]
+) -> None:
+    """They name what they waited for, and the first cause is said once."""
+    text = _ends(fresh_pool(4), Run(sharding, m.Plain, loop=loop))
+    assert text.count(cause) == 1
+    assert "did not complete" in text and "over ranks [" in text and "the same number of batches" in text
 
 
 def _groups_evaluate_differently(trainer: Any) -> None:

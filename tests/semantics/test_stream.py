@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_amsp.plan.factors import Sharding
+from tests.bench.init_memory import CONFIG, M_MMAP_THRESHOLD, Peak
 from tests.engine.test_training import assert_parity
 from tests.parity.cases import case_for
 from tests.semantics.harness import MIXED, UNEQUAL, ZERO3, few, label
 from tests.support import models
 from tests.support.jobs import Case, Report, trained
-from tests.support.pool import pool
+from tests.support.pool import WorkerPool, pool
 
 CHOICES = {"reduce": "two_level", "publish": "broadcast", "micro_batches": 1, "clip": 0.4}
 
@@ -76,6 +79,42 @@ def _train(case: Case, folder: str) -> Report:
 def test_parity(sharding: Sharding, tmp_path: Path) -> None:
     case = case_for(sharding, CHOICES, model="attention", optimizer="sgd")
     assert_parity(pool(4).run(_train, case, written(tmp_path)), case)
+
+
+LAYERS, WIDTH = 24, 1024
+
+
+def _peak(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Bytes of host memory that a rank takes at most until an engine is ready, built on no memory and plainly."""
+    import deepspeed
+
+    import deepspeed_amsp
+
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    found = {}
+    for how, building in {"streamed": deepspeed_amsp.Init(folder), "plain": nullcontext()}.items():
+        with Peak() as peak:
+            with building:
+                model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.destroy()
+        del model, engine
+        found[how] = peak.bytes
+    return found
+
+
+def test_the_peak_of_a_rank_is_a_part_of_the_model(tmp_path: Path, fresh_pool: Callable[[int], WorkerPool]) -> None:
+    """Of four ranks that share all parameters: a quarter in bf16 and, twice as large, in fp32, and a few modules.
+
+    `tests.bench.init_memory` has the figures of a larger model, and those of from_pretrained.
+    """
+    from safetensors.torch import save_file
+
+    names = [f"{layer}.weight" for layer in range(LAYERS)]
+    save_file({name: torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16) for name in names}, tmp_path / "model.safetensors")
+    model_bytes = 2 * LAYERS * WIDTH**2
+    for peak in fresh_pool(4).run(_peak, str(tmp_path), CONFIG):
+        assert peak["streamed"] < model_bytes < 2 * model_bytes <= peak["plain"]  # in fp32, as it is built
 
 
 def test_objects_keep_their_identity() -> None:
