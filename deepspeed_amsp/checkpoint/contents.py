@@ -73,9 +73,9 @@ def to_write(
     mine = {
         **share(owned.tensors, mesh.replicate.flat.index, mesh.replicate.size),
         **share(frozen.tensors, mesh.data.flat.index, mesh.data.size),
-        **share(rest.tensors, mesh.world.index, mesh.world.size),
-        # Buffers may differ from rank to rank (running statistics); those of rank 0 count.
-        **(buffers.tensors if mesh.rank == 0 else {}),
+        **share(rest.tensors, mesh.data_parallel.index, mesh.data_parallel.size),
+        # Buffers may differ from rank to rank (running statistics); those of the first rank count.
+        **(buffers.tensors if mesh.starts else {}),
     }
     infos = {**owned.infos, **frozen.infos, **rest.infos, **buffers.infos}
     return Contents({}, infos, owned.scalars, rest.objects), mine
