@@ -291,10 +291,10 @@ def _batch(ds_config: Mapping[str, Any], world_size: int | None) -> Iterator[Pro
         fits = total == unit if micro and steps else total % unit == 0
         if not fits:
             nearest = [unit] if micro and steps else sorted({max(total // unit, 1) * unit, (total // unit + 1) * unit})
-            factors = f"{micro or '?'} a GPU x {steps or '?'} accumulation steps x {world_size} data-parallel GPUs"
+            factors = f"{micro or '?'} a GPU x {steps or '?'} accumulation steps x {world_size} GPUs"
             yield Problem(
                 _BATCH[0],
-                f"{total} is not {factors} (whatever the sharding); "
+                f"{total} is not {factors} (the data-parallel ones, whatever the sharding); "
                 f"nearest values that fit: {', '.join(map(str, nearest))}",
             )
 

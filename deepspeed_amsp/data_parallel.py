@@ -100,6 +100,10 @@ class DataParallel:
         """
         return self._topologies(run)[self.groups.index(self.ranks)]
 
+    def node_order(self, run: Topology, sharding: Sharding) -> tuple[int, ...]:
+        """In which order this rank's grid takes the nodes that it lies on."""
+        return place_nodes(self.topology(run), sharding)
+
     def orders(self, run: Topology, sharding: Sharding) -> tuple[Ranks, ...]:
         """The rank at each position of the grid, for every group: node after node, as `place_nodes` orders them."""
         return tuple(

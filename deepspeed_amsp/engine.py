@@ -38,7 +38,6 @@ from deepspeed_amsp.model_parallel import find_data_parallel
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import Materialiser
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
-from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_settings
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
@@ -83,7 +82,7 @@ class AMSPEngine(CheckpointingEngine):
             sharding, found = searched(block, model, asked, cluster, from_every_rank)
         plan = make_plan(block, within.world_size, within.gpus_per_node, sharding)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
-        plan = replace(plan, node_order=place_nodes(within, plan.sharding))
+        plan = replace(plan, node_order=share.node_order(topology, plan.sharding))
         if plan.sharding.s_p > 1:
             refuse_scripted(model)
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)

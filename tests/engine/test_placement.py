@@ -57,7 +57,7 @@ def on_hosts(job: Callable[..., Any], *args: Any, hosts: Sequence[str] = HOSTS) 
 
 def backwards(job: Callable[..., Any], *args: Any) -> Any:
     """The job, with the nodes placed as in BACKWARDS."""
-    with mock.patch("deepspeed_amsp.engine.place_nodes", return_value=BACKWARDS):
+    with mock.patch("deepspeed_amsp.data_parallel.place_nodes", return_value=BACKWARDS):
         return job(*args)
 
 
