@@ -46,7 +46,8 @@ class DataParallel:
                 )
             if len(set(map(len, groups))) > 1:
                 raise TopologyError(f"the {what}-parallel groups of the mpu, {_listed(groups)}, differ in size")
-        apart = next((m for m in self.models for d in self.groups if len({*m} & {*d}) != 1), None)
+        sharing = [frozenset(group) for group in self.groups]
+        apart = next((m for m in self.models if any(len(group.intersection(m)) != 1 for group in sharing)), None)
         if apart is not None:
             raise TopologyError(
                 f"the model-parallel group {_shown(apart)} of the mpu must have one rank of each data-parallel group, "

@@ -61,7 +61,7 @@ class AMSPEngine(CheckpointingEngine):
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
         refuse_model(model)
-        share = find_data_parallel(kwargs.get("mpu"), kwargs.get("mesh_device"))
+        share = find_data_parallel(kwargs.get("mpu"), kwargs.get("mesh_device"), from_every_rank)
         refuse_config(config_class._param_dict, config_class.world_size, share)
         table = block.topology.leaf_switches
         topology = detect_topology(

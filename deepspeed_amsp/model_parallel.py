@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size
 
-from deepspeed_amsp.comm import from_every_rank
 from deepspeed_amsp.config import ConfigError, Problem
 from deepspeed_amsp.data_parallel import DataParallel, Ranks
 
@@ -33,7 +32,12 @@ _NOT_BESIDE = {
 
 
 class _Said(NamedTuple):
-    """What one rank's mpu or mesh says; ``problem`` is empty where it makes sense."""
+    """What one rank's mpu or mesh says.
+
+    data: the ranks that share its parameters; empty for all.
+    model: the ranks that hold the parts of its tensors; empty where tensors are whole.
+    problem: why it makes no sense, if it does not.
+    """
 
     data: Ranks = ()
     model: Ranks = ()
@@ -65,43 +69,45 @@ def batch_ranks(mpu: Any, mesh_device: Any, sequence_parallel_size: Any) -> int 
     return dist.get_world_size() // (sequence_parallel_size if whole else 1)
 
 
-def find_data_parallel(mpu: Any, mesh_device: Any) -> DataParallel:
+def find_data_parallel(mpu: Any, mesh_device: Any, everywhere: Callable[[Any], list[Any]]) -> DataParallel:
     """Who shares parameters with whom: over all ranks, if neither of the two says otherwise. Collective.
 
     As in DeepSpeed, an mpu or a mesh that an earlier engine of the process was given counts, too.
+
+    Args:
+        everywhere: all-gathers a picklable value, in rank order.
 
     Raises on every rank:
         ConfigError: an mpu that cannot be used, on some rank.
         TopologyError: groups that do not divide the ranks, or do not cross.
     """
     mpu, mesh_device = mpu or groups.mpu, mesh_device or groups.mesh_device
-    said = from_every_rank(_said(mpu, mesh_device))
+    said: list[_Said] = everywhere(_said(mpu, mesh_device))
     wrong = {rank: one.problem for rank, one in enumerate(said) if one.problem}
     if wrong:
         rank, problem = next(iter(wrong.items()))
         where = "" if len(wrong) == len(said) else f"on rank {rank}: "
         raise ConfigError([Problem("mpu", where + problem)])
-    models = tuple(sorted({one.model for one in said}))
-    data = tuple(sorted({one.data for one in said}))
+    models = tuple(sorted({one.model or (rank,) for rank, one in enumerate(said)}))
+    data = tuple(sorted({one.data or tuple(range(len(said))) for one in said}))
     return DataParallel(data, models, dist.get_rank(), max(one.sequence for one in said))
 
 
 def _said(mpu: Any, mesh_device: Any) -> _Said:
-    world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     if mpu is None and mesh_device is None:
-        return _Said(world, (rank,))
+        return _Said()
     if mpu is None:
         # DeepSpeed would average over the mesh's data_parallel dimension alone, and let the copies of the parameters
         # on the ranks of a sequence drift apart.
-        return _Said(world, (rank,), dist.get_world_size(mesh_device.get_group(mesh_dim="sequence_parallel")))
+        return _Said(sequence=dist.get_world_size(mesh_device.get_group(mesh_dim="sequence_parallel")))
     if mesh_device is not None:
         return _Said(problem="stands beside a mesh of data and sequence parallelism (mesh_param, or data_parallel_size "
                              "in the config); give one of the two")  # fmt: skip
     problem = next(_problems(mpu), None)
-    return _Said(problem=problem) if problem is not None else _asked(mpu, rank)
+    return _Said(problem=problem) if problem is not None else _asked(mpu)
 
 
-def _asked(mpu: Any, rank: int) -> _Said:
+def _asked(mpu: Any) -> _Said:
     sequence = 1
     if hasattr(mpu, "get_sequence_data_parallel_group"):
         sequence = int(mpu.get_sequence_parallel_world_size())
@@ -109,13 +115,13 @@ def _asked(mpu: Any, rank: int) -> _Said:
     else:
         data = _ranks(mpu.get_data_parallel_group())
     if _only_sequences(mpu):
-        return _Said(data, (rank,), sequence)
+        return _Said(data, sequence=sequence)
     model, size = _ranks(mpu.get_model_parallel_group()), int(mpu.get_data_parallel_world_size())
     if size * sequence != len(data):
         over = f" x {sequence} ranks of a sequence" if sequence > 1 else ""
         return _Said(problem=f"says that the data-parallel size is {size}{over}, but its group has {len(data)} ranks")
     for what, mine in (("data", data), ("model", model)):
-        if rank not in mine:
+        if dist.get_rank() not in mine:
             return _Said(problem=f"gives a {what}-parallel group that this rank is not in")
     return _Said(data, model, sequence)
 

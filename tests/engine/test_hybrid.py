@@ -369,6 +369,8 @@ def _train_sequences(run: Run, over: int, how: str, folder: str) -> Seen:
 
     kwargs: dict[str, Any] = {}
     if how == "mpu":
+        for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+            setattr(parallel_state_sp, name, None)  # those of an earlier job are gone
         parallel_state_sp.initialize_sequence_parallel(over)
         kwargs["mpu"] = parallel_state_sp
     else:
@@ -408,7 +410,6 @@ def _train_sequences(run: Run, over: int, how: str, folder: str) -> Seen:
     seen = seen_by(engine, losses, norms)
     seen.notes = [engine.amsp.describe(), engine.train_batch_size()]
     engine.destroy()
-    parallel_state_sp._release_sequence_parallel_groups()
     return seen
 
 

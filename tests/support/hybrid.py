@@ -58,7 +58,7 @@ class Mpu:
 
 
 class Block(nn.Module):
-    """An MLP with a residual between an embedding and a head; whole."""
+    """An MLP with a residual between an embedding and a head; whole. Only the first row of ``gate`` is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,21 +67,25 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.gate = nn.Parameter(torch.full((4, 1), 0.5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
         return self.head(hidden + self.mlp(self.norm(hidden)))
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(hidden)))
+        return self.down(F.gelu(self.up(hidden))) + self.gate[0] * hidden
 
 
-CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "gate": 0}
 """Parameters of `Block` that are cut over the model-parallel ranks, and along which axis."""
 
 
 class PartOfBlock(Block):
-    """A `Block` with a column-parallel and a row-parallel matrix. ``down.bias`` is the first part's alone."""
+    """A `Block` with a column-parallel and a row-parallel matrix.
+
+    ``down.bias`` is the first part's alone, and only there has ``gate`` a gradient.
+    """
 
     def __init__(self, whole: Block, mpu: Mpu) -> None:
         super().__init__()
@@ -94,11 +98,14 @@ class PartOfBlock(Block):
             if name in CUT:
                 setattr(mine, "tensor_model_parallel" if "up" in name else "model_parallel", True)
             setattr(module, name.rpartition(".")[2], mine)
-        if part > 0:
+        self._first = part == 0
+        if not self._first:
             self.down.bias = None
 
     def mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _Sum.apply(super().mlp(_SumOfGradients.apply(hidden, self._group)), self._group)
+        mine = _SumOfGradients.apply(hidden, self._group)
+        share = super().mlp(mine) if self._first else self.down(F.gelu(self.up(mine)))
+        return _Sum.apply(share, self._group)
 
 
 class _Sum(torch.autograd.Function):
