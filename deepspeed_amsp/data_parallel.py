@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deepspeed_amsp.about import shortened
 from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.factors import Sharding
 from deepspeed_amsp.topology import Topology, TopologyError
@@ -141,7 +142,7 @@ class DataParallel:
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    return f"[{' '.join(map(str, ranks))}]"
+    return f"[{shortened(list(ranks))}]"
 
 
 def _listed(groups: Sequence[Sequence[int]]) -> str:

@@ -172,6 +172,7 @@ RUNS = {
     "s_g 2, two stages": Run(
         Sharding(ONE, TWO, TWO_NODES, TWO_NODES), block={"hierarchical": True, "reduce": "all_reduce"}, clip=0.0
     ),
+    "search": Run(Sharding(ONE, ONE, TWO, TWO), micro_batches=1, block={"sharding": "search"}),
     "four parts": Run(Sharding(TWO, TWO, TWO, TWO), parts=4, per_node=8),
 }
 
