@@ -188,8 +188,8 @@ class Mesh:
         self.sizes = Grid.sizes(sharding)
         self.rank = dist.get_rank()
         self._orders = [tuple(order) for order in orders or [range(sharding.s_dp)]]
-        everybody = tuple(rank for order in self._orders for rank in order)
-        if sorted(everybody) != list(range(sharding.s_dp * len(self._orders))):
+        run = sorted(rank for order in self._orders for rank in order)
+        if run != list(range(sharding.s_dp * len(self._orders))):
             raise ValueError(f"orders must name each rank once, {sharding.s_dp} in each, not {self._orders}")
         self.order = next(order for order in self._orders if self.rank in order)
         """The rank at each position of this rank's grid."""
@@ -197,10 +197,13 @@ class Mesh:
         self.hierarchical = hierarchical
         self.merged = merge_communicators
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        everybody = self.order if len(self._orders) == 1 else tuple(run)
         self.world = self._among(Purpose.SETUP, "world", [everybody])
         """All ranks of the run: for what is decided or reported once."""
         self.data_parallel = self._group(Purpose.SETUP, "data_parallel")
         """All ranks of this rank's grid: those that start from the same values."""
+        self.param_groups = self._ranks("param")
+        """Who shares the parameters of one copy, everywhere in the run."""
         self.gather = self._group(Purpose.GATHER, "param")
         self.param_reduce = self._group(Purpose.PARAM_REDUCE, "param")
         self.inner_stages = self._stages("inner")
@@ -266,9 +269,12 @@ class Mesh:
         return Span(flat, node, cross, back)
 
     def _group(self, purpose: Purpose, axis: str, name: str | None = None) -> Group:
+        return self._among(purpose, name or axis, self._ranks(axis))
+
+    def _ranks(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups along an axis, of all grids."""
         parts = self.sizes.partition(AXES[axis])
-        ranks = [tuple(order[position] for position in positions) for order in self._orders for positions in parts]
-        return self._among(purpose, name or axis, ranks)
+        return [tuple(order[position] for position in positions) for order in self._orders for positions in parts]
 
     def _among(self, purpose: Purpose, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """The one of ``groups`` that this rank is in. All ranks of the run take part in creating each of them."""

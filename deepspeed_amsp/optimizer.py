@@ -92,7 +92,9 @@ class AMSPOptimizer(OptimizerSurface):
         ]
         self.working = working_buckets(self.layouts, self._by_index, plan.publish)
         self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device, mesh.merged)
-        self._agreement = Agreement(self._trainable_anywhere(), comm, mesh.world_scalars, mesh.gather, engine.device)
+        self._agreement = Agreement(
+            self._trainable_anywhere(), comm, mesh.world_scalars, mesh.param_groups, engine.device
+        )
         self._gatherer = self._make_gatherer()
         self._reducer = GradientReducer(
             units=[unit for unit in units if any(p in self._trainable for p in unit.parameters)],

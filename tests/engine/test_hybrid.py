@@ -292,7 +292,7 @@ def _disagree() -> None:
     from deepspeed_amsp.schedule.agreement import Agreement
 
     mesh = Mesh(Sharding(TWO, TWO, TWO, TWO), orders=[(0, 2), (1, 3)], models=[(0, 1), (2, 3)])
-    agreement = Agreement(["only here"], Communicator(), mesh.world_scalars, mesh.gather, torch.device("cpu"))
+    agreement = Agreement(["only here"], Communicator(), mesh.world_scalars, mesh.param_groups, torch.device("cpu"))
     agreement.issued("gather there" if dist.get_rank() == 3 else "gather here")
     vector, ticket = agreement.ask(late=("only here",) if dist.get_rank() == 1 else ())
     assert ticket is not None

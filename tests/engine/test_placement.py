@@ -189,7 +189,7 @@ def _diverge(rank: int) -> None:
     from deepspeed_amsp.schedule.agreement import Agreement
 
     mesh = Mesh(Sharding(TWO, TWO, TWO, NODES), orders=[BACKWARDS])
-    agreement = Agreement([], Communicator(), mesh.world_scalars, mesh.gather, torch.device("cpu"))
+    agreement = Agreement([], Communicator(), mesh.world_scalars, mesh.param_groups, torch.device("cpu"))
     agreement.issued("gather there" if dist.get_rank() == rank else "gather here")
     vector, ticket = agreement.ask(late=())
     assert ticket is not None
