@@ -286,11 +286,16 @@ def preflight(ds_config: Mapping[str, Any], *, filled: bool = True, world_size: 
     ``filled`` and ``world_size`` are those of `beside_block`.
     """
     problems = [*misplaced(ds_config), *misspelled(ds_config, set(AmspBlock.model_fields))]
-    block = ds_config.get("amsp")
-    if "amsp" in ds_config and not (isinstance(block, Mapping) and is_off(block)):
+    if has_block(ds_config):
         problems += beside_block(ds_config, filled=filled, world_size=world_size)
     if problems:
         raise ConfigError(problems)
+
+
+def has_block(ds_config: Mapping[str, Any]) -> bool:
+    """Whether there is a block that is not switched off, right or wrong."""
+    block = ds_config.get("amsp")
+    return "amsp" in ds_config and not (isinstance(block, Mapping) and is_off(block))
 
 
 def check_stage(ds_config: Mapping[str, Any], stage: int, because: str) -> None:

@@ -106,7 +106,8 @@ _ZERO = "zero_optimization"
 _KEEP = 'states stay on the device; set "device": "none" and shard further instead'
 _OLD_OFFLOAD = "offloading is not supported; remove it and shard further instead"
 _FULL = "AMSP sends full-precision parameters and gradients; set it to false"
-_DATA_ONLY = "AMSP shards over pure data parallelism; set it to 1 or remove it"
+_NO_PIPELINE = "pipeline parallelism cannot stand beside an amsp block; set it to 1 or remove it"
+_NO_AUTOTP = "AutoTP cuts parameters behind the engine; set it to 1, cut the model yourself and pass an mpu"
 _SECOND = "parameters would have two owners; set it to 1 and give amsp.sharding.parameters the size you want"
 _MASTERS = "AMSP keeps masters and optimizer states in fp32 at their owner; set it to false and shard further"
 _REFUSALS: tuple[_Refusal, ...] = (
@@ -132,15 +133,14 @@ _REFUSALS: tuple[_Refusal, ...] = (
     _Refusal("fp16.fp16_master_weights_and_grads", _on, _MASTERS),
     _Refusal("torch_autocast", _half, 'only autocast in bf16 is supported; set "dtype": "bfloat16"'),
     _Refusal("checkpoint.load_universal", _on, "universal checkpoints cannot be loaded; set it to false"),
-    _Refusal("pipeline.stages", _above_one, _DATA_ONLY),
-    _Refusal("tensor_parallel.autotp_size", _above_one, _DATA_ONLY),
-    _Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, _DATA_ONLY),
-    _Refusal("tensor_parallel.tp.tp_size", _above_one, _DATA_ONLY),
-    _Refusal("sequence_parallel_size", _above_one, _DATA_ONLY),
+    _Refusal("pipeline.stages", _above_one, _NO_PIPELINE),
+    _Refusal("tensor_parallel.autotp_size", _above_one, _NO_AUTOTP),
+    _Refusal("tensor_parallel.tensor_parallel.tp_size", _above_one, _NO_AUTOTP),
+    _Refusal("tensor_parallel.tp.tp_size", _above_one, _NO_AUTOTP),
     _Refusal("expert_parallel.enabled", _on, "expert parallelism is not supported; set it to false"),
     _Refusal("hybrid_engine.enabled", _on, "the hybrid engine replaces the AMSP engine; set it to false"),
     _Refusal("compile.deepcompile", _on, "DeepCompile brings its own ZeRO passes; set it to false"),
-    _Refusal("compile.passes", _compiles_parallelism, "remove autosp and autotp, AMSP is data-parallel only"),
+    _Refusal("compile.passes", _compiles_parallelism, "remove autosp and autotp, they cut the model behind the engine"),
     _Refusal("weight_quantization", lambda v: _present(v) and not (isinstance(v, Mapping) and is_off(v)),
              "quantized weights are not supported; remove the block"),
     _Refusal("autotuning.enabled", _on, "the autotuner only knows ZeRO stages; set it to false"),
@@ -175,7 +175,8 @@ def beside_block(
         ds_config: the whole config.
         filled: False while the Trainer or Accelerate may still fill in an "auto": transformers hands such a
             config to deepspeed.zero.Init. Then they are only refused where DeepSpeed itself would stop.
-        world_size: number of ranks, for the batch sizes; None when it is not known yet.
+        world_size: number of ranks with samples of their own, for the batch sizes (`model_parallel.batch_ranks`);
+            None when it is not known yet.
     """
     for path, refused, fix in _REFUSALS:
         value = lookup(ds_config, path)
@@ -273,7 +274,7 @@ def _no_norm(ds_config: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _batch(ds_config: Mapping[str, Any], world_size: int | None) -> Iterator[Problem]:
-    """DeepSpeed's verdict, in a sentence: every rank is data-parallel, whatever the sharding factors."""
+    """DeepSpeed's verdict, in a sentence: all data-parallel ranks count, whatever the sharding factors."""
     given = {name: ds_config[name] for name in _BATCH if ds_config.get(name) is not None}
     if "auto" in given.values():  # listed with the other leftovers
         return
@@ -293,7 +294,7 @@ def _batch(ds_config: Mapping[str, Any], world_size: int | None) -> Iterator[Pro
             factors = f"{micro or '?'} a GPU x {steps or '?'} accumulation steps x {world_size} GPUs"
             yield Problem(
                 _BATCH[0],
-                f"{total} is not {factors} (all of them data-parallel, whatever the sharding); "
+                f"{total} is not {factors} (the data-parallel ones, whatever the sharding); "
                 f"nearest values that fit: {', '.join(map(str, nearest))}",
             )
 

@@ -36,10 +36,10 @@ from deepspeed_amsp.model_checks import (
     refuse_model,
     refuse_scripted,
 )
+from deepspeed_amsp.model_parallel import find_data_parallel
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.materialise import Materialiser
 from deepspeed_amsp.partition.params import ReplicatedUnit, ShardedUnit, find_units
-from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.resolve import data_parallel, make_plan, with_zero_settings
 from deepspeed_amsp.runtime import Runtime, communication_logger
 from deepspeed_amsp.settings import OptimizerSettings
@@ -64,8 +64,9 @@ class AMSPEngine(CheckpointingEngine):
         config_class = kwargs["config_class"]
         block = read_block(config_class._param_dict)
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
-        refuse_model(model, kwargs.get("mpu"))
-        refuse_config(config_class._param_dict, config_class.world_size)
+        refuse_model(model)
+        share = find_data_parallel(kwargs.get("mpu"), kwargs.get("mesh_device"), from_every_rank)
+        refuse_config(config_class._param_dict, config_class.world_size, share)
         table = block.topology.leaf_switches
         topology = detect_topology(
             block.topology.gpus_per_node,
@@ -75,21 +76,22 @@ class AMSPEngine(CheckpointingEngine):
             agreed_table(from_every_rank(read_table(table)), table_name(table)),
             table_name(table),
         )
+        within = share.topology(topology)
         zero = read_zero_settings(config_class._param_dict, config_class.zero_config)
         short = config_class.bfloat16_config.enabled or config_class.float16_config.enabled
-        cluster = data_parallel(topology.world_size, topology.gpus_per_node)
+        cluster = data_parallel(within.world_size, within.gpus_per_node)
         sharding, found = None, ""
         if block.sharding == "search":
             asked = _asked(config_class, kwargs.get("optimizer"), zero)
             sharding, found = searched(block, model, asked, cluster, from_every_rank)
-        plan = make_plan(block, topology.world_size, topology.gpus_per_node, sharding)
+        plan = make_plan(block, within.world_size, within.gpus_per_node, sharding)
         plan = with_zero_settings(plan, zero, itemsize=2 if short else 4)
-        plan = replace(plan, node_order=place_nodes(topology, plan.sharding))
+        plan = replace(plan, node_order=share.node_order(topology, plan.sharding))
         if plan.sharding.s_p > 1:
             refuse_scripted(model)
         check_stage(config_class._param_dict, plan.sharding.stage, plan.sharding.stage_reason)
         # Set before Module.__init__ runs, which is fine for anything that is no module, parameter or tensor.
-        self.amsp = Runtime(plan, topology)
+        self.amsp = Runtime(plan, topology, share)
         self._block = block
         self._zero = zero
         super().__init__(args, model, *rest, **kwargs)
@@ -121,7 +123,7 @@ class AMSPEngine(CheckpointingEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Cast and place the module; with s_p > 1 the device only ever sees one whole unit at a time."""
-        materialise = Materialiser(model, torch.device(self.device), reads=dist.get_rank() == 0)
+        materialise = Materialiser(model, torch.device(self.device), reads=self.amsp.mesh.starts)
         if not self._sharded:
             for name, module in model.named_modules():
                 materialise(module, name)
@@ -145,7 +147,7 @@ class AMSPEngine(CheckpointingEngine):
             self._move_rest_to_device()
 
     def _broadcast_model(self) -> None:
-        """Everybody starts from rank 0's values: here, or unit by unit while sharding."""
+        """All that share parameters start from their first rank's values: here, or unit by unit while sharding."""
         if not self._sharded:
             for param in self.module.parameters():
                 param.data = param.data.contiguous()
@@ -153,7 +155,7 @@ class AMSPEngine(CheckpointingEngine):
             self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
-        """Buffers, too, start as rank 0's, as in DistributedDataParallel; DeepSpeed leaves them to the seeds."""
+        """Buffers, too, start as the first rank's, as in DistributedDataParallel; DeepSpeed leaves them to seeds."""
         for buffer in self.module.buffers():
             whole = buffer.contiguous()
             self._broadcast_tensor(whole)
@@ -162,10 +164,10 @@ class AMSPEngine(CheckpointingEngine):
 
     def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
         mesh = self.amsp.mesh
-        if mesh.world.size > 1 and tensor.numel():
+        if mesh.data_parallel.size > 1 and tensor.numel():
             # As bytes, since not every backend knows every dtype; flat first, since a scalar has no byte view.
             octets = tensor.view(-1).view(torch.uint8)
-            self.amsp.comm.broadcast(mesh.world, octets, mesh.first_rank, "initial values").wait()
+            self.amsp.comm.broadcast(mesh.data_parallel, octets, mesh.first_rank, "initial values").wait()
 
     def _move_rest_to_device(self) -> None:
         """Buffers and parameters without a unit follow the device; the units are there already."""
@@ -244,7 +246,7 @@ class AMSPEngine(CheckpointingEngine):
             check_overflow=bool(config.bfloat16_config.check_grad_overflow)
             if self.bfloat16_enabled()
             else self.fp16_enabled() or self._zero.compute_grad_norm,
-            average=bool(self.gradient_average),
+            divisor=self.amsp.data_parallel.batches if self.gradient_average else 1,
             prescale=1.0 / (predivide if self.postscale_gradients() else self.amsp.plan.sharding.s_dp),
             compute_norm=self._zero.compute_grad_norm,
             allow_untested=bool(self.zero_allow_untested_optimizer()),

@@ -134,18 +134,21 @@ def _infers(kwargs: Mapping[str, Any]) -> bool:
 
 def _check_before(config_class: type[DeepSpeedConfig]) -> None:
     """Refuse bad blocks before DeepSpeed trips over, or ignores, what stands next to them."""
-    import torch.distributed as dist
-
-    from deepspeed_amsp.config import preflight, read_block
+    from deepspeed_amsp.config import has_block, preflight, read_block
+    from deepspeed_amsp.model_parallel import batch_ranks, refuse_mpu
 
     original = config_class.__init__
 
-    def checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if isinstance(config, Mapping):
             # zero.Init reads a config that the Trainer still completes; the engine asks again when it starts.
-            preflight(config, filled=False, world_size=dist.get_world_size() if dist.is_initialized() else None)
+            ranks = None
+            if has_block(config):
+                refuse_mpu(mpu)
+                ranks = batch_ranks(mpu, mesh_device, config.get("sequence_parallel_size"))
+            preflight(config, filled=False, world_size=ranks)
             read_block(config)
-        original(self, config, *args, **kwargs)
+        original(self, config, mpu, mesh_device)
 
     config_class.__init__ = checked
 

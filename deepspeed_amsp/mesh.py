@@ -5,6 +5,8 @@ at s_g into ``(outer, inner)``, and each of them at the node into a cross-node a
 stands at which position of the grid is the caller's choice; groups number their ranks in grid order, which is the
 order of their rings. Every axis exists once per purpose, so that a gather never queues behind a reduction in the
 same communicator; ``merge_communicators`` shares them between purposes.
+
+Beside tensor parallelism there is one such grid for every data-parallel group, all alike.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "replicate": _REPLICATE,
     "data": (*_REPLICATE, *_OUTER, *_INNER),
     "shards": (*_OUTER, *_INNER, "param"),
-    "world": Grid._fields,
+    "data_parallel": Grid._fields,
     # By owner number, which counts stage by stage (see `plan.layout.OwnerGrid`).
     "optim": (*_INNER, *_OUTER),
     "optim_staged": (*reversed(_INNER), *reversed(_OUTER)),
@@ -166,7 +168,9 @@ class Mesh:
 
     Args:
         hierarchical: make the groups for collectives in two stages, in node and across nodes.
-        order: the rank at each position of the grid, the same on every rank; None for ascending ranks.
+        orders: for every data-parallel group of the run the rank at each position of its grid, the same on every rank;
+            None for one group of ascending ranks.
+        models: all model-parallel groups, which cross the data-parallel ones; none without model parallelism.
 
     Raises:
         TopologyError: this torch only makes groups of ascending ranks, and others are needed.
@@ -177,19 +181,29 @@ class Mesh:
         sharding: Sharding,
         merge_communicators: bool = False,
         hierarchical: bool = False,
-        order: Sequence[int] | None = None,
+        orders: Sequence[Sequence[int]] | None = None,
+        models: Sequence[Sequence[int]] = (),
     ) -> None:
         self.sharding = sharding
         self.sizes = Grid.sizes(sharding)
         self.rank = dist.get_rank()
-        self._order = tuple(range(sharding.s_dp)) if order is None else tuple(order)
-        if sorted(self._order) != list(range(sharding.s_dp)):
-            raise ValueError(f"order must name each of {sharding.s_dp} ranks once, not {list(self._order)}")
-        self.coordinates = self.sizes.coordinates(self._order.index(self.rank))
+        self._orders = [tuple(order) for order in orders or [range(sharding.s_dp)]]
+        run = sorted(rank for order in self._orders for rank in order)
+        if run != list(range(sharding.s_dp * len(self._orders))):
+            raise ValueError(f"orders must name each rank once, {sharding.s_dp} in each, not {self._orders}")
+        self.order = next(order for order in self._orders if self.rank in order)
+        """The rank at each position of this rank's grid."""
+        self.coordinates = self.sizes.coordinates(self.order.index(self.rank))
         self.hierarchical = hierarchical
         self.merged = merge_communicators
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
-        self.world = self._group(Purpose.SETUP, "world")
+        everybody = self.order if len(self._orders) == 1 else tuple(run)
+        self.world = self._among(Purpose.SETUP, "world", [everybody])
+        """All ranks of the run: for what is decided or reported once."""
+        self.data_parallel = self._group(Purpose.SETUP, "data_parallel")
+        """All ranks of this rank's grid: those that start from the same values."""
+        self.param_groups = self._ranks("param")
+        """Who shares the parameters of one copy, everywhere in the run."""
         self.gather = self._group(Purpose.GATHER, "param")
         self.param_reduce = self._group(Purpose.PARAM_REDUCE, "param")
         self.inner_stages = self._stages("inner")
@@ -200,9 +214,12 @@ class Mesh:
         self.data = self._span(Purpose.GRAD_REDUCE, "data")
         self.publish = self._span(Purpose.PUBLISH, "optim", by_owner="optim_staged" if hierarchical else "optim")
         self.scalars = self._group(Purpose.SCALARS, "shards")
-        self.world_scalars = self._group(Purpose.SCALARS, "world")
-        self.first_rank = self.world.ranks.index(0)
-        """Index in `world` of the process with rank 0, whose values everybody starts from."""
+        self.world_scalars = self._among(Purpose.SCALARS, "world", [everybody])
+        alone = Group(Purpose.SCALARS, "model", (self.rank,), 0, None)
+        self.model = self._among(Purpose.SCALARS, "model", [tuple(group) for group in models]) if models else alone
+        """The ranks that hold the parts of this rank's tensors, alone without model parallelism."""
+        self.first_rank = self.order.index(min(self.order))
+        """Index in `data_parallel` of the rank whose values everybody there starts from."""
 
     @property
     def stages(self) -> tuple[Group, ...]:
@@ -218,6 +235,11 @@ class Mesh:
     def owner(self) -> int:
         """This rank's number as an owner."""
         return self.publish.flat.index
+
+    @property
+    def starts(self) -> bool:
+        """Whether the others of this grid start from this rank's values: rank 0 in pure data parallelism."""
+        return self.data_parallel.index == self.first_rank
 
     @property
     def first_replica(self) -> bool:
@@ -247,14 +269,19 @@ class Mesh:
         return Span(flat, node, cross, back)
 
     def _group(self, purpose: Purpose, axis: str, name: str | None = None) -> Group:
-        mine: tuple[int, ...] = ()
-        for positions in self.sizes.partition(AXES[axis]):
-            ranks = tuple(self._order[position] for position in positions)
+        return self._among(purpose, name or axis, self._ranks(axis))
+
+    def _ranks(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups along an axis, of all grids."""
+        parts = self.sizes.partition(AXES[axis])
+        return [tuple(order[position] for position in positions) for order in self._orders for positions in parts]
+
+    def _among(self, purpose: Purpose, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """The one of ``groups`` that this rank is in. All ranks of the run take part in creating each of them."""
+        for ranks in groups:
             self._create(purpose, ranks)
-            if self.rank in ranks:
-                mine = ranks
-        handle = self._handles.get(self._key(purpose, mine))
-        return Group(purpose, name or axis, mine, mine.index(self.rank), handle)
+        mine = next(ranks for ranks in groups if self.rank in ranks)
+        return Group(purpose, axis, mine, mine.index(self.rank), self._handles.get(self._key(purpose, mine)))
 
     def _key(self, purpose: Purpose, ranks: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         return ("" if self.merged else purpose.value, ranks)

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from torch import nn
 
 from deepspeed_amsp.config import ConfigError, Problem, preflight
+from deepspeed_amsp.config_preflight import lookup, shown
+from deepspeed_amsp.data_parallel import DataParallel
 from deepspeed_amsp.partition.materialise import is_cut, whole_shape
 from deepspeed_amsp.state_access import StateAccess
 
@@ -24,10 +25,8 @@ def refusal(path: str, reason: str) -> ConfigError:
     return ConfigError([Problem(path, reason)])
 
 
-def refuse_model(model: nn.Module, mpu: Any) -> None:
-    """Raises ConfigError for a model, or a model-parallel unit, that cannot be trained here."""
-    if mpu is not None:
-        raise refusal("amsp", "an mpu (model parallelism) cannot be used yet; pass mpu=None")
+def refuse_model(model: nn.Module) -> None:
+    """Raises ConfigError for a model that cannot be trained here."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise refusal(
@@ -91,13 +90,23 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def refuse_config(ds_config: Mapping[str, Any], read_for: int) -> None:
+def refuse_config(ds_config: Mapping[str, Any], read_for: float, data_parallel: DataParallel) -> None:
     """Raises ConfigError for what may still have been open when the config was read, for ``read_for`` ranks."""
-    ranks = dist.get_world_size()
+    named = lookup(ds_config, "sequence_parallel_size")
+    if named is not None and named != data_parallel.sequence:
+        raise refusal(
+            "sequence_parallel_size",
+            f"is {shown(named)}, but sequences lie over {data_parallel.sequence} ranks: write data_parallel_size "
+            f"beside it, pass initialize an mpu that has get_sequence_parallel_*, or remove it",
+        )
+    ranks = data_parallel.batches
     preflight(ds_config, world_size=ranks)
     if read_for != ranks:
-        reason = f"the config was read for {read_for} GPUs, but there are {ranks}"
-        raise refusal("train_batch_size", f"{reason}; call deepspeed.init_distributed() before reading it")
+        reason = f"the config was read for {read_for:g} data-parallel GPUs, but there are {ranks}"
+        raise refusal(
+            "train_batch_size",
+            f"{reason}; call deepspeed.init_distributed() before reading it, and pass every engine the same mpu",
+        )
 
 
 class ModelChanged(RuntimeError):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.utils import count_used_parameters_in_backward, is_model_parallel_parameter
 from torch import nn
 
 from deepspeed_amsp.comm import Communicator, waits_on_host
@@ -93,7 +93,7 @@ class AMSPOptimizer(OptimizerSurface):
         self.working = working_buckets(self.layouts, self._by_index, plan.publish)
         self.publisher = Publisher(self.working, comm, mesh.publish, plan.publish, engine.device, mesh.merged)
         self._agreement = Agreement(
-            list(self._trainable.values()), comm, mesh.world_scalars, mesh.gather, engine.device
+            self._trainable_anywhere(), comm, mesh.world_scalars, mesh.param_groups, engine.device
         )
         self._gatherer = self._make_gatherer()
         self._reducer = GradientReducer(
@@ -109,7 +109,9 @@ class AMSPOptimizer(OptimizerSurface):
             eager_buckets=plan.overlap.all_reduce,
             threads=waits_on_host(self.device),
         )
-        self._update = OwnerUpdate(self.states, self._grads, self.publisher, comm, mesh.scalars, engine.device)
+        self._update = OwnerUpdate(
+            self.states, self._grads, self.publisher, comm, (mesh.scalars, mesh.model), self._counted(), engine.device
+        )
         self.accounting = Accounting(self.units, self.layouts, self._grads, self.states, owner, mesh.kept_coordinates)
         self.gradient_bytes: dict[str, int] = {}
         """Of the first accumulation window, for the memory report: measured once, since measuring waits."""
@@ -121,7 +123,7 @@ class AMSPOptimizer(OptimizerSurface):
         """False waits for publishes in the step: compiled code reads parameters unseen."""
         self._skips = SkipReport(mesh.rank)
         self.expose(loss_scaler, mesh.scalars.handle)
-        self.access = StateAccess(self, mesh, comm)
+        self.access = StateAccess(self, mesh, comm, engine.seq_data_parallel_group)
 
     # ---- construction -------------------------------------------------------------------------------------
 
@@ -138,6 +140,20 @@ class AMSPOptimizer(OptimizerSurface):
                 )
         wanted = {id(param) for param in held if param.requires_grad}
         return {param: name for name, param in self._named.items() if id(param) in wanted}
+
+    def _trainable_anywhere(self) -> list[str]:
+        """What is trained on any rank, in one order: parts of a model may have parameters of their own."""
+        mine = list(self._trainable.values())
+        if self._mesh.model.size == 1:
+            return mine
+        everybodys = self._comm.all_gather_objects(self._mesh.world, mine)
+        return list(dict.fromkeys(name for names in everybodys for name in names))
+
+    def _counted(self) -> set[str]:
+        """Parameters whose gradients this rank's part of the model adds to the norm: those that are cut, and, in the
+        first part, those that all parts have alike."""
+        first = self._mesh.model.index == 0
+        return {name for param, name in self._trainable.items() if first or is_model_parallel_parameter(param)}
 
     def _make_gatherer(self) -> Gatherer | None:
         sharded = [unit for unit in self.units if isinstance(unit, ShardedUnit)]
@@ -306,8 +322,7 @@ class AMSPOptimizer(OptimizerSurface):
     @property
     def to_mean(self) -> float:
         """Factor from summed, loss-scaled gradients to the mean over replicas."""
-        mean = 1.0 / self._mesh.sharding.s_dp if self.settings.average else 1.0
-        return mean / self.settings.prescale / self.loss_scale
+        return 1.0 / self.settings.divisor / self.settings.prescale / self.loss_scale
 
     def _verify_replicas(self) -> None:
         every = self.settings.verify_every

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_amsp.about import group_lines, memory_line
 from deepspeed_amsp.comm import Communicator, LogEntry
+from deepspeed_amsp.data_parallel import DataParallel
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.accounting import Bytes
@@ -24,12 +25,19 @@ from deepspeed_amsp.trace.session import Session, requests
 
 
 class Runtime:
-    """One engine's plan on its cluster."""
+    """One engine's plan on its cluster; ``topology`` is that of the whole run."""
 
-    def __init__(self, plan: Plan, topology: Topology) -> None:
+    def __init__(self, plan: Plan, topology: Topology, data_parallel: DataParallel) -> None:
         self.plan = plan
         self.topology = topology
-        self.mesh = Mesh(plan.sharding, plan.merge_communicators, plan.hierarchical, topology.ranks_along(plan.nodes))
+        self.data_parallel = data_parallel
+        self.mesh = Mesh(
+            plan.sharding,
+            plan.merge_communicators,
+            plan.hierarchical,
+            data_parallel.orders(topology, plan.sharding),
+            data_parallel.models if data_parallel.parts > 1 else (),
+        )
         self.comm = Communicator()
         self.units: list[Unit] = []
         self.optimizer: AMSPOptimizer | None = None
@@ -44,8 +52,11 @@ class Runtime:
 
     def describe(self) -> list[str]:
         """The plan, its groups and what rests on this rank, a line each; gradients and activations come on top."""
-        order = self.topology.ranks_along(self.plan.nodes)
-        lines = [f"{self.plan.describe()}; {len(self.units)} units", *group_lines(self.plan.sharding, order)]
+        lines = [
+            f"{self.plan.describe()}; {len(self.units)} units",
+            *self.data_parallel.describe(),
+            *group_lines(self.plan.sharding, self.mesh.order),
+        ]
         if self.optimizer is not None:
             accounting = self.optimizer.accounting
             rests = {"P": accounting.parameters(), "master": accounting.masters(), "moments": accounting.moments()}

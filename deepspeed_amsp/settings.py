@@ -18,7 +18,7 @@ class OptimizerSettings:
     accumulation_dtype, wire_dtype: how gradients rest and travel; None for the parameter's own dtype.
     bucket_numel: elements in a bucket.
     check_overflow: read the norm on the host once a step and skip the step when it is not finite.
-    average: divide by the data-parallel size (gradient_allreduce_op "mean").
+    divisor: of summed gradients: how many ranks took different samples, 1 for gradient_allreduce_op "sum".
     prescale: factor on gradients before they are added up (prescale_gradients, gradient_predivide_factor).
     zero_fill_unused: treat parameters without any gradient as having a zero one, as DeepSpeed does.
     """
@@ -28,7 +28,7 @@ class OptimizerSettings:
     wire_dtype: torch.dtype | None
     bucket_numel: int
     check_overflow: bool
-    average: bool
+    divisor: int
     prescale: float
     compute_norm: bool
     allow_untested: bool

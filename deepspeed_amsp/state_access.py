@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 
 
 class StateAccess:
-    """Attached to every parameter as ``_z3_optimizer``, under the method names that DeepSpeed calls."""
+    """Attached to every parameter as ``_z3_optimizer``, under the method names that DeepSpeed calls.
 
-    def __init__(self, optimizer: AMSPOptimizer, mesh: Mesh, comm: Communicator) -> None:
+    Args:
+        sharing: the ranks that hold the same parameters, as DeepSpeed has them; within it GatheredParameters counts
+            its modifier_rank, unless it is all ranks.
+    """
+
+    def __init__(self, optimizer: AMSPOptimizer, mesh: Mesh, comm: Communicator, sharing: Any) -> None:
         self._optimizer = optimizer
         self._mesh = mesh
         self._comm = comm
+        self._sharing = sharing if mesh.data_parallel.size < mesh.world.size else ds_comm.get_world_group()
         self._unit_of: dict[nn.Parameter, tuple[Unit, int]] = {}
         self._marks: set[str] = set()
         self._masters: dict[str, list[tuple[int, Master]]] = {}
@@ -174,7 +180,7 @@ class StateAccess:
             "ds_shape": torch.Size(spec.shape),
             "ds_numel": spec.numel,
             "ds_status": status,
-            "ds_process_group": ds_comm.get_world_group(),
+            "ds_process_group": self._sharing,
             "ds_tensor": self._own_part(unit, spec.name),
             "all_gather": lambda param_list=None, **_: self._gather(param_list or [param]),
             "partition": lambda param_list=None, has_been_updated=False, **_: self._partition(

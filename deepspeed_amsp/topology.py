@@ -75,6 +75,23 @@ class Topology:
         """All ranks, node after node in `node_order`, ascending within a node."""
         return tuple(rank for node in node_order for rank in self.ranks_of(node))
 
+    def of(self, ranks: Sequence[int]) -> Topology:
+        """Where some of the ranks lie, given ascending and counted from 0 then.
+
+        Raises:
+            TopologyError: they are spread unevenly over the nodes that they are on.
+        """
+        counts = Counter(self.node_of(rank) for rank in ranks)
+        if len(set(counts.values())) > 1:
+            where = ", ".join(f"{count} on node {node}" for node, count in counts.items())
+            raise TopologyError(
+                f"ranks {_listed(ranks)}, which share their parameters, are spread unevenly over nodes of "
+                f"{self.gpus_per_node} GPUs ({where}); every node needs the same number of them: change the groups of "
+                f'the mpu, or set "topology": {{"gpus_per_node": ...}} to another number.'
+            )
+        leaves = None if self.leaves is None else tuple(self.leaves[node] for node in counts)
+        return Topology(len(ranks), next(iter(counts.values())), leaves)
+
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not in 0..{self.world_size - 1}.")

@@ -17,7 +17,9 @@ class OwnerUpdate:
     """Turns fully reduced gradients into published parameters.
 
     Args:
-        scalars: the group that holds one whole replica of the optimizer states.
+        scalars: groups that together hold one whole replica of the optimizer states: of this part of the model, and
+            the parts.
+        counted: parameters whose gradients this rank adds to the norm, where it owns them.
     """
 
     def __init__(
@@ -26,7 +28,8 @@ class OwnerUpdate:
         gradients: Sequence[BucketGradients],
         publisher: Publisher,
         comm: Communicator,
-        scalars: Group,
+        scalars: Sequence[Group],
+        counted: Collection[str],
         device: torch.device,
     ) -> None:
         self._states = states
@@ -34,13 +37,16 @@ class OwnerUpdate:
         self._publisher = publisher
         self._comm = comm
         self._scalars = scalars
+        weights = [float(master.slot.piece.param.name in counted) for master in states.all_masters()]
+        self._weights = None if all(weights) else torch.tensor(weights, dtype=torch.float64, device=device)
         self._device = device
 
     def norm(self) -> torch.Tensor:
         """2-norm of the summed gradients as they are, 0-dim fp64 on the device.
 
         Each element counts once: owners have distinct tensors, shards distinct elements, and the sum is
-        taken over one replica of the optimizer states. Padding belongs to no piece.
+        taken over one replica of the optimizer states. Padding belongs to no piece. What other parts of the model
+        count has a weight of 0 here, and is not left out, so that all ranks see it if it is not finite.
         """
         parts = [
             torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
@@ -49,9 +55,11 @@ class OwnerUpdate:
         ]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if parts:
-            squares = torch.stack([part.double() for part in parts]).square().sum()
-        if self._scalars.size > 1:
-            self._comm.all_reduce(self._scalars, squares, "gradient norm").wait()
+            norms = torch.stack([part.double() for part in parts])
+            squares = (norms if self._weights is None else norms * self._weights).square().sum()
+        for group in self._scalars:
+            if group.size > 1:
+                self._comm.all_reduce(group, squares, "gradient norm").wait()
         return squares.sqrt()
 
     def apply(

@@ -6,20 +6,22 @@ masters. What has no master is stored as the module has it: frozen and non-float
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from deepspeed_amsp.checkpoint.flat import FlatTensor, Part, share
-from deepspeed_amsp.checkpoint.manifest import TensorInfo, master_key, module_key, state_key
+from deepspeed_amsp.checkpoint.manifest import TensorInfo, master_key, module_key, prefixed, state_key
 from deepspeed_amsp.checkpoint.together import CheckpointError
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer import AMSPOptimizer
 from deepspeed_amsp.partition.params import ShardedUnit, Unit
 from deepspeed_amsp.plan.layout import Piece, shard_pieces
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -28,12 +30,18 @@ class Contents:
 
     scalars: parameter -> optimizer states that are no tensors of elements ("step"), of the masters owned here.
     objects: entries of the module's state_dict that are no dense tensors.
+    aliases: further names of tied parameters -> the first.
+    left_out: parameters that are not saved.
+    buffers: names of the module's buffers.
     """
 
     tensors: dict[str, FlatTensor] = field(default_factory=dict)
     infos: dict[str, TensorInfo] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
     def add(self, key: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> None:
         """Note that elements from ``start`` on of the tensor ``key`` are ``values``."""
@@ -44,11 +52,27 @@ class Contents:
             part = Part(start, values.detach().reshape(-1))
             self.tensors[key] = FlatTensor(info.numel, values.dtype, (*before, part))
 
+    def told(self, prefix: str) -> Contents:
+        """The same without the tensors, under the names that a part of a model has in a checkpoint."""
+
+        def named(values: Mapping[str, T]) -> dict[str, T]:
+            return {prefix + name: value for name, value in values.items()}
+
+        return Contents(
+            infos={prefixed(key, prefix): info for key, info in self.infos.items()},
+            scalars=named(self.scalars),
+            objects=named(self.objects),
+            aliases={alias: prefix + name for alias, name in named(self.aliases).items()},
+            left_out=tuple(prefix + name for name in self.left_out),
+            buffers=tuple(prefix + name for name in self.buffers),
+        )
+
 
 def to_write(
-    optimizer: AMSPOptimizer, mesh: Mesh, module: nn.Module, left_out: Collection[str]
+    optimizer: AMSPOptimizer, mesh: Mesh, module: nn.Module, left_out: Sequence[str]
 ) -> tuple[Contents, dict[str, FlatTensor]]:
     """What this rank holds, and the blocks of it that it writes, so that all ranks together write each block once.
+    Both have the names that the module has.
 
     Args:
         left_out: parameters that are not saved.
@@ -73,12 +97,13 @@ def to_write(
     mine = {
         **share(owned.tensors, mesh.replicate.flat.index, mesh.replicate.size),
         **share(frozen.tensors, mesh.data.flat.index, mesh.data.size),
-        **share(rest.tensors, mesh.world.index, mesh.world.size),
-        # Buffers may differ from rank to rank (running statistics); those of rank 0 count.
-        **(buffers.tensors if mesh.rank == 0 else {}),
+        **share(rest.tensors, mesh.data_parallel.index, mesh.data_parallel.size),
+        # Buffers may differ from rank to rank (running statistics); those of the first rank count.
+        **(buffers.tensors if mesh.starts else {}),
     }
     infos = {**owned.infos, **frozen.infos, **rest.infos, **buffers.infos}
-    return Contents({}, infos, owned.scalars, rest.objects), mine
+    names = tuple(name for name, _ in module.named_buffers())
+    return Contents({}, infos, owned.scalars, rest.objects, aliases(module), tuple(left_out), names), mine
 
 
 def _add_owned(contents: Contents, optimizer: AMSPOptimizer) -> None:

@@ -24,7 +24,7 @@ from deepspeed_amsp.checkpoint.manifest import scaler_progress
 from deepspeed_amsp.checkpoint.restore import Choice, as_it_is
 from deepspeed_amsp.checkpoint.rng import random_states, set_random_states
 from deepspeed_amsp.checkpoint.save import About, Save
-from deepspeed_amsp.checkpoint.together import together
+from deepspeed_amsp.checkpoint.together import CheckpointError, together
 from deepspeed_amsp.config import AmspBlock
 from deepspeed_amsp.partition.params import ShardedUnit
 from deepspeed_amsp.runtime import Runtime
@@ -221,7 +221,7 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         # A window begins here, whatever gradient_accumulation_steps was when the checkpoint was written.
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
         self.loaded_checkpoint_dp_world_size = loaded.manifest.plan["world_size"]
-        self.loaded_checkpoint_mp_world_size = 1
+        self.loaded_checkpoint_mp_world_size = loaded.manifest.parts
         if self._block.checkpoint.save_rng:
             self._take_random_states(state["random"])
 
@@ -245,11 +245,13 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         return aliases(self.module)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        self._refuse_parts("save_16bit_model")
         self._wait_for_parameters()
         return bool(super().save_16bit_model(*args, **kwargs))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """Whole working copies on the CPU of rank 0, gathered unit by unit; None on other ranks. Collective."""
+        self._refuse_parts("a consolidated state_dict")
         self._wait_for_parameters()
         keep = dist.get_rank() == 0
         whole: dict[str, torch.Tensor] = {}
@@ -267,6 +269,14 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             if not (exclude_frozen_parameters and source in frozen):
                 state[name] = whole[source] if source in whole else value.cpu()
         return state
+
+    def _refuse_parts(self, what: str) -> None:
+        """Raises CheckpointError on all ranks where rank 0 has a part of the model only."""
+        if self.amsp.data_parallel.parts > 1:
+            raise CheckpointError(
+                f"{what} is of a whole model, and each model-parallel rank has a part of it: save_checkpoint keeps all "
+                f"parts, and amsp export writes them with names that begin with mp_rank_00. and so on"
+            )
 
     def _frozen_names(self) -> set[str]:
         return {name for name, param in self.module.named_parameters() if not param.requires_grad}

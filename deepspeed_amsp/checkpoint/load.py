@@ -14,10 +14,10 @@ from torch import nn
 from deepspeed_amsp.checkpoint import folder as folders
 from deepspeed_amsp.checkpoint.deepspeed_zero import ZeroCheckpoint
 from deepspeed_amsp.checkpoint.flat import FlatTensor
-from deepspeed_amsp.checkpoint.manifest import MANIFEST, STATE, Manifest, read_manifest
+from deepspeed_amsp.checkpoint.manifest import MANIFEST, STATE, Manifest, of_part, part_prefix, prefixed, read_manifest
 from deepspeed_amsp.checkpoint.restore import Choice, Restore
 from deepspeed_amsp.checkpoint.storage import INDEX, read_blocks
-from deepspeed_amsp.checkpoint.together import alone, together
+from deepspeed_amsp.checkpoint.together import CheckpointError, alone, together
 from deepspeed_amsp.runtime import Runtime
 
 
@@ -35,27 +35,37 @@ class Checkpoint(Protocol):
 
 
 class OwnCheckpoint:
-    """One that an amsp engine has written.
+    """One that an amsp engine has written, as this rank's part of the model sees it.
 
     Raises:
-        CheckpointError: it is damaged, as far as that is seen before the tensors are read.
+        CheckpointError: it is damaged, as far as that is seen before the tensors are read, or its model was in another
+            number of parts.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, part: int, parts: int) -> None:
         self._folder = folder
         self.path = folder / STATE
-        self.manifest = read_manifest(folder)
+        whole = read_manifest(folder)
+        if whole.parts != parts:
+            raise CheckpointError(
+                f"{folder} holds a model in {whole.parts} model-parallel parts, and here are {parts}: load it with as "
+                f"many model-parallel ranks as wrote it"
+            )
+        self._prefix = part_prefix(part, parts)
+        self.manifest = whole.part(self._prefix)
         # All ranks together look at every file once; what is in the others is compared block by block as it is read.
         for name in sorted(self.manifest.files)[dist.get_rank() :: dist.get_world_size()]:
             folders.check_size(folder / name, self.manifest.files[name])
         for name in (STATE, INDEX):
             folders.check_file(folder / name, self.manifest.files[name])
         # Like DeepSpeed's: the client's state may hold any object, so load only what you trust.
-        self.state = torch.load(self.path, map_location="cpu", weights_only=False)
+        state = torch.load(self.path, map_location="cpu", weights_only=False)
+        self.state = {**state, **{kind: of_part(state[kind], self._prefix) for kind in ("scalars", "objects")}}
 
     def read(self, wanted: Mapping[str, FlatTensor]) -> None:
         """Fill ``wanted``. Raises CheckpointError: a file is damaged."""
-        read_blocks(self._folder, self.manifest.files, wanted)
+        stored = {prefixed(key, self._prefix): tensor for key, tensor in wanted.items()}
+        read_blocks(self._folder, self.manifest.files, stored)
 
 
 def load(
@@ -86,7 +96,10 @@ def load(
     def read_all() -> None:
         found = folders.find(load_dir, tag)
         theirs = not (found / MANIFEST).is_file() and ZeroCheckpoint.is_one(found)
-        checkpoint: Checkpoint = ZeroCheckpoint(found) if theirs else OwnCheckpoint(found)
+        among = amsp.data_parallel
+        if theirs and among.parts > 1:
+            raise CheckpointError(f"{found} was written by DeepSpeed's engine, whose model-parallel parts are not read")
+        checkpoint: Checkpoint = ZeroCheckpoint(found) if theirs else OwnCheckpoint(found, among.part, among.parts)
         restore = Restore(amsp, module, checkpoint.manifest, checkpoint.state, choice)
         checkpoint.read(restore.wanted)
         read.append((checkpoint, restore))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from deepspeed_amsp.checkpoint.folder import Block, FileInfo
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
+T = TypeVar("T")
 MANIFEST = "amsp_checkpoint.json"
 STATE = "amsp_state.pt"
 """Everything that is no tensor of the model or the optimizer: schedulers, counters, the client's state."""
@@ -62,11 +63,33 @@ def module_key(name: str) -> str:
     return f"{MODULE}/{name}"
 
 
+def part_prefix(part: int, parts: int) -> str:
+    """What names in a checkpoint begin with where model-parallel ranks hold different tensors of one name."""
+    return f"mp_rank_{part:02d}." if parts > 1 else ""
+
+
+def prefixed(key: str, prefix: str) -> str:
+    """The key under which a part of a model stores what it knows as ``key``."""
+    kind, name = _kind_and_name(key)
+    return f"{kind}/{prefix}{name}"
+
+
+def _kind_and_name(key: str) -> tuple[str, str]:
+    *kind, name = key.split("/", 2 if key.startswith(f"{OPTIMIZER}/") else 1)
+    return "/".join(kind), name
+
+
+def of_part(named: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """What a part of a model has stored by name, under the names that it knows."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of `MANIFEST`.
 
-    plan: fingerprint of the plan that wrote the checkpoint; loading does not depend on it.
+    plan: fingerprint of the plan that wrote the checkpoint; loading does not depend on it, but for "model_parallel":
+        how many parts of the model there are (`part_prefix`).
     tensors: key (`master_key` and so on) -> shape and dtype.
     aliases: further names of tied parameters -> the name that their tensor is stored by.
     left_out: frozen parameters that were not saved, by exclude_frozen_parameters.
@@ -112,6 +135,26 @@ class Manifest:
         """The name that a parameter or buffer was stored by; its own if it was not stored."""
         source = self.source(name)
         return name if source is None else source.partition("/")[2]
+
+    @property
+    def parts(self) -> int:
+        """How many parts the model had; checkpoints of before there could be several do not say it."""
+        return int(self.plan.get("model_parallel", 1))
+
+    def part(self, prefix: str) -> Manifest:
+        """What one part of the model has stored, under the names that it knows."""
+        stored = {_kind_and_name(key): info for key, info in self.tensors.items()}
+        return replace(
+            self,
+            tensors={
+                f"{kind}/{name.removeprefix(prefix)}": info
+                for (kind, name), info in stored.items()
+                if name.startswith(prefix)
+            },
+            aliases={alias: name.removeprefix(prefix) for alias, name in of_part(self.aliases, prefix).items()},
+            left_out=tuple(of_part(dict.fromkeys(self.left_out), prefix)),
+            buffers=tuple(of_part(dict.fromkeys(self.buffers), prefix)),
+        )
 
     @cached_property
     def _states(self) -> dict[str, list[str]]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from deepspeed_amsp.checkpoint import folder as folders
 from deepspeed_amsp.checkpoint.background import Background
-from deepspeed_amsp.checkpoint.contents import Contents, aliases, to_write
-from deepspeed_amsp.checkpoint.manifest import Manifest
+from deepspeed_amsp.checkpoint.contents import Contents, to_write
+from deepspeed_amsp.checkpoint.manifest import Manifest, part_prefix, prefixed
 from deepspeed_amsp.checkpoint.share import Head, Share
 from deepspeed_amsp.checkpoint.together import alone, together
 from deepspeed_amsp.checkpoint.zero_to_fp32 import SCRIPT
@@ -91,18 +91,18 @@ class Save:
             folders.discard(self.save_dir, self.tag)
 
     def _share(self) -> Share:
-        optimizer, mesh = self.amsp.optimizer, self.amsp.mesh
+        optimizer, mesh, among = self.amsp.optimizer, self.amsp.mesh, self.amsp.data_parallel
         assert optimizer is not None
         about = self.about()
         contents, blocks = to_write(optimizer, mesh, self.module, self.left_out)
-        first = mesh.rank == 0
+        first, prefix = mesh.rank == 0, part_prefix(among.part, among.parts)
         return Share(
             save_dir=self.save_dir,
             tag=self.tag,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
-            contents=contents if mesh.first_replica or first else Contents(),
-            blocks=blocks,
+            contents=contents.told(prefix) if mesh.first_replica or first else Contents(),
+            blocks={prefixed(key, prefix): tensor for key, tensor in blocks.items()},
             random=about.random,
             head=self._head(about) if first else None,
         )
@@ -113,11 +113,11 @@ class Save:
         groups = states.optimizer.param_groups
         manifest = Manifest(
             tag=self.tag,
-            plan=self.amsp.plan.fingerprint(),
+            plan={**self.amsp.plan.fingerprint(), "model_parallel": self.amsp.data_parallel.parts},
             global_steps=about.global_steps,
             tensors={},
-            aliases=aliases(self.module),
-            left_out=self.left_out,
+            aliases={},
+            left_out=(),
             buffers=(),
             files={},
             versions=dict(about.versions),
@@ -127,5 +127,4 @@ class Save:
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
             "group_names": states.group_names,
         }
-        buffers = tuple(name for name, _ in self.module.named_buffers())
-        return Head(state, manifest, buffers, about.latest, SCRIPT)
+        return Head(state, manifest, about.latest, SCRIPT)

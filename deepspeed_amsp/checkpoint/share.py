@@ -34,14 +34,12 @@ class Head(NamedTuple):
 
     state: goes to `STATE`, with what the other ranks' shares say.
     manifest: as far as it is known before anything is written.
-    buffers: names of the module's buffers.
     latest: whether ``latest`` shall name the tag.
     script: the text of the folder's `zero_to_fp32.py`.
     """
 
     state: Mapping[str, Any]
     manifest: Manifest
-    buffers: tuple[str, ...]
     latest: bool
     script: str
 
@@ -133,8 +131,14 @@ class Share:
             os.fsync(file.fileno())
         for name in (STATE, INDEX):
             files[name] = folders.summed(self.folder / name)
-        buffers = tuple(name for name in self.head.buffers if module_key(name) in everything.infos)
-        manifest = replace(self.head.manifest, tensors=everything.infos, buffers=buffers, files=files)
+        manifest = replace(
+            self.head.manifest,
+            tensors=everything.infos,
+            aliases=everything.aliases,
+            left_out=everything.left_out,
+            buffers=tuple(name for name in everything.buffers if module_key(name) in everything.infos),
+            files=files,
+        )
         folders.write_durably(self.folder / MANIFEST, manifest.dumps())
         for rank in range(self.world):
             self._told_by(rank).unlink()
@@ -168,10 +172,13 @@ class Share:
 def _merged(told: Sequence[Told]) -> Contents:
     """What all ranks hold, without the tensors themselves."""
     everything = Contents()
-    for one in told:
-        everything.infos.update(one.contents.infos)
-        everything.scalars.update(one.contents.scalars)
-    everything.objects.update(told[0].contents.objects)
+    for contents in (one.contents for one in reversed(told)):  # rank 0 has the last word
+        everything.infos.update(contents.infos)
+        everything.scalars.update(contents.scalars)
+        everything.objects.update(contents.objects)
+        everything.aliases.update(contents.aliases)
+        everything.left_out = tuple(dict.fromkeys((*contents.left_out, *everything.left_out)))
+        everything.buffers = tuple(dict.fromkeys((*contents.buffers, *everything.buffers)))
     return everything
 
 

@@ -54,6 +54,8 @@ def show(path: Annotated[Path, _PATH]) -> None:
         f"written by {plan['world_size']} ranks {plan['data_parallel']}: {factors}",
         "with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     ]
+    if manifest.parts > 1:
+        lines.append(f"of each of {manifest.parts} model-parallel parts, whose names begin with mp_rank_00. and so on")
     if manifest.left_out:
         lines.append(f"{len(manifest.left_out)} frozen parameters were left out on purpose")
     rows = tuple((what, dtype, f"{count}", f"{size:,}") for what, dtype, count, size in archive.kinds())

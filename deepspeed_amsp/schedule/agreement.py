@@ -37,19 +37,24 @@ class Agreement:
 
     Args:
         names: all trainable parameters, in the same order on every rank.
-        groups: the ``param`` axis; the ranks of one group are neighbours in ``world``. Size 1 has no order.
+        groups: the ranks of every group of the ``param`` axis. Groups of one rank have no order.
     """
 
     def __init__(
-        self, names: Sequence[str], comm: Communicator, world: Group, groups: Group, device: torch.device
+        self,
+        names: Sequence[str],
+        comm: Communicator,
+        world: Group,
+        groups: Sequence[tuple[int, ...]],
+        device: torch.device,
     ) -> None:
         self._index = {name: index for index, name in enumerate(names)}
         self._comm = comm
         self._world = world
         self._device = device
-        self._size = groups.size
-        self._groups = world.size // groups.size if groups.size > 1 else 0
-        self._mine = world.index // groups.size
+        self._groups = groups if len(groups[0]) > 1 else ()
+        me = world.ranks[world.index]
+        self._mine = next((number for number, ranks in enumerate(self._groups) if me in ranks), 0)
         self._used: set[str] = set()
         self._order: deque[str] = deque(maxlen=REMEMBERED)
         self._issued = 0
@@ -74,7 +79,7 @@ class Agreement:
             flags[self._index[name]] = _USED
         for name in late:
             flags[self._index[name]] = _LATE
-        hashes = [_UNSAID, _UNSAID] * self._groups
+        hashes = [_UNSAID, _UNSAID] * len(self._groups)
         if hashes:
             hashes[2 * self._mine : 2 * self._mine + 2] = [self._hash, -self._hash]
         vector = torch.tensor([*flags, *hashes], dtype=torch.int64, device=self._device)
@@ -86,7 +91,7 @@ class Agreement:
     @property
     def has_order(self) -> bool:
         """Whether there is an order of gathers to compare."""
-        return self._groups > 0
+        return len(self._groups) > 0
 
     def late(self, values: Sequence[float]) -> set[str]:
         """Parameters of which some rank has a gradient that came too late."""
@@ -119,14 +124,11 @@ class Agreement:
             self._compare(read.values(), order)
 
     def _compare(self, hashes: Sequence[float], order: tuple[int, list[str]]) -> None:
-        wrong = [group for group in range(self._groups) if hashes[2 * group] != -hashes[2 * group + 1]]
+        wrong = [ranks for at, ranks in enumerate(self._groups) if hashes[2 * at] != -hashes[2 * at + 1]]
         if not wrong:
             return
-        orders = self._comm.all_gather_objects(self._world, order)
-        members = range(wrong[0] * self._size, (wrong[0] + 1) * self._size)
-        raise DivergenceError(
-            _first_difference([orders[index] for index in members], [self._world.ranks[index] for index in members])
-        )
+        orders = dict(zip(self._world.ranks, self._comm.all_gather_objects(self._world, order), strict=True))
+        raise DivergenceError(_first_difference([orders[rank] for rank in wrong[0]], wrong[0]))
 
     def unused(self, values: Sequence[float], owned: Sequence[str]) -> set[str]:
         """Of the parameters ``owned`` here, those without a gradient on any rank."""

@@ -89,7 +89,9 @@ class Session:
         device = next((str(param.device.type) for unit in runtime.units for param in unit.parameters), "cpu")
         clock = clock_for(device)
         me = Member(socket.gethostname(), uuid4().hex, clock.started)
-        self._members: list[Member] = self._comm.all_gather_objects(runtime.mesh.world, me)
+        world = runtime.mesh.world
+        members = dict(zip(world.ranks, self._comm.all_gather_objects(world, me), strict=True))
+        self._members: list[Member] = [members[rank] for rank in sorted(members)]
         self.recorder = Recorder(clock, first, last)
         trainable = runtime.optimizer.trainable if runtime.optimizer is not None else {}
         gradients = [(p, unit.name) for unit in runtime.units for p in unit.parameters if p in trainable]

@@ -33,7 +33,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "data_types.grad_accum_dtype": ("int8", "write fp32 or bf16"),
     "pipeline.stages": (2, "remove it"),
     "tensor_parallel.autotp_size": (2, "set it to 1"),
-    "sequence_parallel_size": (2, "set it to 1"),
     "expert_parallel.enabled": (True, "set it to false"),
     "hybrid_engine.enabled": (True, "set it to false"),
     "compile.deepcompile": (True, "set it to false"),

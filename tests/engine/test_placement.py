@@ -57,7 +57,7 @@ def on_hosts(job: Callable[..., Any], *args: Any, hosts: Sequence[str] = HOSTS) 
 
 def backwards(job: Callable[..., Any], *args: Any) -> Any:
     """The job, with the nodes placed as in BACKWARDS."""
-    with mock.patch("deepspeed_amsp.engine.place_nodes", return_value=BACKWARDS):
+    with mock.patch("deepspeed_amsp.data_parallel.place_nodes", return_value=BACKWARDS):
         return job(*args)
 
 
@@ -188,8 +188,8 @@ def _diverge(rank: int) -> None:
     from deepspeed_amsp.mesh import Mesh
     from deepspeed_amsp.schedule.agreement import Agreement
 
-    mesh = Mesh(Sharding(TWO, TWO, TWO, NODES), order=BACKWARDS)
-    agreement = Agreement([], Communicator(), mesh.world_scalars, mesh.gather, torch.device("cpu"))
+    mesh = Mesh(Sharding(TWO, TWO, TWO, NODES), orders=[BACKWARDS])
+    agreement = Agreement([], Communicator(), mesh.world_scalars, mesh.param_groups, torch.device("cpu"))
     agreement.issued("gather there" if dist.get_rank() == rank else "gather here")
     vector, ticket = agreement.ask(late=())
     assert ticket is not None
