@@ -154,13 +154,17 @@ def summed(path: Path) -> FileInfo:
     return FileInfo(size, (Block(size, crc),))
 
 
-def check_block(path: Path, content: bytes | memoryview, block: Block) -> None:
+def check_block(path: Path, content: bytes, block: Block) -> None:
     """Raises CheckpointError: ``content``, which was read from ``path``, is not the ``block`` that was written."""
-    if len(content) != block.bytes:
-        raise CheckpointError(f"{path} was cut short: {len(content)} bytes instead of {block.bytes}")
-    crc = zlib.crc32(content)
-    if crc != block.crc32:
-        raise CheckpointError(f"{path} is damaged: a checksum is {crc:08x} instead of {block.crc32:08x}")
+    check_summed(path, Block(len(content), zlib.crc32(content)), block)
+
+
+def check_summed(path: Path, found: Block, block: Block) -> None:
+    """Raises CheckpointError: what was ``found`` in ``path`` is not the ``block`` that was written."""
+    if found.bytes != block.bytes:
+        raise CheckpointError(f"{path} was cut short: {found.bytes} bytes instead of {block.bytes}")
+    if found.crc32 != block.crc32:
+        raise CheckpointError(f"{path} is damaged: a checksum is {found.crc32:08x} instead of {block.crc32:08x}")
 
 
 def check_size(path: Path, info: FileInfo) -> None:
