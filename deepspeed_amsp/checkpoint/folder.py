@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 
@@ -150,13 +150,13 @@ def summed(path: Path) -> FileInfo:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
     return FileInfo(size, (Block(size, crc),))
 
 
 def check_block(path: Path, content: bytes, block: Block) -> None:
     """Raises CheckpointError: ``content``, which was read from ``path``, is not the ``block`` that was written."""
-    check_summed(path, Block(len(content), zlib.crc32(content)), block)
+    check_summed(path, Block(len(content), crc32(content)), block)
 
 
 def check_summed(path: Path, found: Block, block: Block) -> None:

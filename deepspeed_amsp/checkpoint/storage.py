@@ -11,7 +11,6 @@ import itertools
 import os
 import pickle
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from deepspeed_amsp.checkpoint.flat import FlatTensor, read_items
+from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.folder import Block, FileInfo, check_block, check_summed
 
 INDEX = ".metadata"
@@ -52,7 +52,7 @@ class _Summed(io.RawIOBase):
     def write(self, data: Any) -> int:
         octets = memoryview(data).cast("B")
         for piece in _pieces(octets):
-            self._crc = zlib.crc32(piece, self._crc)
+            self._crc = crc32(piece, self._crc)
             self._file.write(piece)
         self._bytes += len(octets)
         return len(octets)
@@ -139,16 +139,22 @@ def read_blocks(folder: Path, files: Mapping[str, FileInfo], wanted: Mapping[str
     for item, target in read_items(wanted, metadata):
         place: _StorageInfo = metadata.storage_data[item.storage_index]
         copies.setdefault(place.relative_path, {}).setdefault(place.offset, []).append((item, target))
+    beside = memoryview(bytearray(PIECE_BYTES))
     for name, by_offset in sorted(copies.items()):
         path, blocks = folder / name, files[name].blocks
         at = dict(zip(itertools.accumulate((block.bytes for block in blocks), initial=0), blocks, strict=False))
         with path.open("rb", buffering=0) as file:
             for offset, items in sorted(by_offset.items()):
-                _read_block(file, offset, at[offset], items)
+                _read_block(file, offset, at[offset], items, beside)
 
 
-def _read_block(file: io.FileIO, offset: int, block: Block, items: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+def _read_block(
+    file: io.FileIO, offset: int, block: Block, items: Sequence[tuple[ReadItem, torch.Tensor]], beside: memoryview
+) -> None:
     """Fill the targets of ``items`` with their elements of a block, piece by piece as it is read and summed.
+
+    Args:
+        beside: memory for a piece.
 
     Raises:
         CheckpointError: the block is damaged; the targets may have any values then.
@@ -157,16 +163,28 @@ def _read_block(file: io.FileIO, offset: int, block: Block, items: Sequence[tupl
         elements = torch._C.PyTorchFileReader(_Section(file, offset, block.bytes)).get_record_offset("data/0")
     except RuntimeError:  # what torch.save writes around the elements is damaged, as the checksum will say
         elements = block.bytes
-    wanted = [_Target.of(item, target, elements) for item, target in items]
+    targets = [_Target.of(item, target, elements) for item, target in items]
     file.seek(offset)
-    piece = memoryview(bytearray(min(PIECE_BYTES, block.bytes)))
     cursor = crc = 0
-    while cursor < block.bytes and (size := file.readinto(piece[: block.bytes - cursor])):
-        crc = zlib.crc32(piece[:size], crc)
-        for target in wanted:
-            target.take(cursor, piece[:size])
+    while cursor < block.bytes:
+        piece = _room(targets, cursor, beside)[: block.bytes - cursor]
+        size = file.readinto(piece)
+        if not size:
+            break
+        crc = crc32(piece[:size], crc)
+        if len(targets) > 1:
+            for target in targets:
+                target.take(cursor, piece[:size])
         cursor += size
     check_summed(Path(file.name), Block(cursor, crc), block)
+
+
+def _room(targets: Sequence[_Target], at: int, beside: memoryview) -> memoryview:
+    """Where to read the next bytes of a block to: where they are wanted, or, if in several places or none, ``beside``."""
+    if len(targets) != 1 or at >= targets[0].stop:
+        return beside
+    start, _, into = targets[0]
+    return beside[: start - at] if at < start else into[at - start :][:PIECE_BYTES]
 
 
 class _Target(NamedTuple):
