@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_amsp.checkpoint.crc import crc32
-from deepspeed_amsp.checkpoint.folder import Block, FileInfo
+from deepspeed_amsp.checkpoint.folder import MANIFEST, Block, FileInfo
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
-MANIFEST = "amsp_checkpoint.json"
 STATE = "amsp_state.pt"
 """Everything that is no tensor of the model or the optimizer: schedulers, counters, the client's state."""
 FORMAT = 3

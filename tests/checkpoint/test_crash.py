@@ -113,7 +113,7 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
         at = tmp_path / str(moment)
         (at / "t").mkdir(parents=True)
         (at / "t" / "old").touch()
-        (folders.begin(at, "t") / "new").touch()
+        (folders.begin(at, "t").folder / "new").touch()
         if moment >= 1:
             (at / "t").rename(at / "t.replaced")
         if moment >= 2:
@@ -125,16 +125,19 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
         folders.settle(at, "t")
         assert folders.find(at, "t") == at / "t"
         assert sorted(path.name for path in (at / "t").iterdir()) == ["new" if moment >= 2 else "old"]
-        (folders.begin(at, "t") / "newer").touch()
-        folders.commit(at, "t", latest=False)
+        claim = folders.begin(at, "t")
+        (claim.folder / "newer").touch()
+        folders.commit(claim, at, "t", latest=False)
         assert [str(path.relative_to(at)) for path in sorted(at.rglob("*"))] == ["t", "t/newer"]
 
 
 def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
     """The checkpoint that would have been replaced, and what names it, are as they were."""
-    (folders.begin(tmp_path, "t") / "old").touch()
-    folders.commit(tmp_path, "t", latest=True)
-    (folders.begin(tmp_path, "t") / "new").touch()
+    claim = folders.begin(tmp_path, "t")
+    (claim.folder / "old").touch()
+    folders.commit(claim, tmp_path, "t", latest=True)
+    claim = folders.begin(tmp_path, "t")
+    (claim.folder / "new").touch()
     plain = Path.open
 
     def full(self: Path, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +146,8 @@ def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
         return plain(self, *args, **kwargs)
 
     with mock.patch.object(Path, "open", full), pytest.raises(OSError, match="No space"):
-        folders.commit(tmp_path, "t", latest=True)
-    folders.discard(tmp_path, "t")
+        folders.commit(claim, tmp_path, "t", latest=True)
+    folders.discard(claim)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["latest", "t", "t/old"]
     assert folders.latest(tmp_path) == "t"
 
@@ -160,8 +163,7 @@ def test_a_name_that_is_no_tag(tag: str, tmp_path: Path) -> None:
 
 def test_a_tag_within_another(tmp_path: Path) -> None:
     """A save replaces the folder of its tag, and must not take another checkpoint away with it."""
-    folders.begin(tmp_path, "a/b")
-    folders.commit(tmp_path, "a/b", latest=True)
+    folders.commit(folders.begin(tmp_path, "a/b"), tmp_path, "a/b", latest=True)
     with pytest.raises(CheckpointError, match="holds the folder b"):
         folders.begin(tmp_path, "a")
     assert folders.find(tmp_path, folders.latest(tmp_path) or "") == tmp_path / "a" / "b"
