@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 
 from deepspeed.utils import logger
 
-from deepspeed_amsp.checkpoint import folder as folders
 from deepspeed_amsp.checkpoint.claim import Claim
 from deepspeed_amsp.checkpoint.share import Share
 from deepspeed_amsp.checkpoint.together import CheckpointError, alone, together
@@ -20,7 +19,9 @@ PATIENCE_S, PATIENCE_AT_EXIT_S = 1800.0, 60.0
 
 
 class Background:
-    """The thread of one rank, from its start on; ``claim`` is rank 0's on the folder. It is no daemon, so that the interpreter's exit waits for it.
+    """The thread of one rank, from its start on. It is no daemon, so that the interpreter's exit waits for it.
+
+    ``claim`` is rank 0's on the folder.
 
     Rank 0's thread is over when the checkpoint is complete, the others' when they have written their share. How it
     went is learnt by `check` and `settle`, which all ranks call together.
@@ -92,5 +93,5 @@ class Background:
             with suppress(CheckpointError):
                 together(self._what, lambda: None)  # else a rank that writes still would find its folder gone
             if self._claim is not None:
-                folders.discard(self._claim)
+                self._claim.discard()
             raise

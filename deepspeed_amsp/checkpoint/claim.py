@@ -29,6 +29,14 @@ class Claim:
         self.folder = folder
         self._file = file
 
+    def discard(self) -> None:
+        """Remove the folder, as far as that is possible, and give it up."""
+        with suppress(OSError):
+            _empty(self.folder)
+            (self.folder / LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
+        self.release()
+
     def release(self) -> None:
         """Give it up; may be called again."""
         if not self._file.closed:
@@ -55,25 +63,27 @@ def take(folder: Path) -> Claim:
                 )
             if claim is not None:
                 break
-    for path in folder.iterdir():
-        if path.name != LOCK:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    _empty(folder)
     return claim
 
 
 def remove_abandoned(folder: Path) -> bool:
     """Remove ``folder`` if a save that is dead has left it; False if it is something else, or a live one's."""
-    if not (folder / LOCK).is_file():
-        return False
-    try:
-        claim, _ = _tried(folder, certain=True)
-    except OSError:
-        return False
-    if claim is None:
-        return False
-    shutil.rmtree(folder, ignore_errors=True)
-    claim.release()
+    with suppress(OSError):
+        if not any(folder.iterdir()):
+            folder.rmdir()  # a save that makes it just now makes it again
+        elif (folder / LOCK).is_file():
+            claim, _ = _tried(folder, certain=True)
+            if claim is not None:
+                claim.discard()
     return not folder.exists()
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the lock, which goes last, so that the rest of what is removed is known for what it is."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _tried(folder: Path, certain: bool = False) -> tuple[Claim | None, bool]:

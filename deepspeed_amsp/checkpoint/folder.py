@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +51,7 @@ def begin(save_dir: Path, tag: str) -> Claim:
         settle(save_dir, tag)
         _check_replaceable(save_dir / tag)
     except BaseException:
-        discard(claim)
+        claim.discard()
         raise
     return claim
 
@@ -100,12 +99,6 @@ def commit(claim: Claim, save_dir: Path, tag: str, latest: bool) -> None:
     (folder / LOCK).unlink(missing_ok=True)
     claim.release()
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def discard(claim: Claim) -> None:
-    """Remove what a failed save has written, as far as that is possible."""
-    shutil.rmtree(claim.folder, ignore_errors=True)
-    claim.release()
 
 
 def latest(load_dir: Path) -> str | None:

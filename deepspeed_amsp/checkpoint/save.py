@@ -71,7 +71,8 @@ class Save:
             together(self._what, write)
             together(self._what, lambda: shares[0].finish(claim) if claim else None)
         except BaseException:
-            _discard(claim)
+            if claim is not None:
+                claim.discard()
             raise
 
     def in_background(self) -> Background:
@@ -81,7 +82,8 @@ class Save:
         try:
             together(self._what, lambda: shares.append(self._share().own_copy()))
         except BaseException:
-            _discard(claim)
+            if claim is not None:
+                claim.discard()
             raise
         return Background(shares[0], claim, self._what)
 
@@ -96,7 +98,8 @@ class Save:
         try:
             together(self._what, begin)
         except BaseException:
-            _discard(*claims)
+            for claim in claims:
+                claim.discard()
             raise
         if claims and (removed := folders.sweep((self.save_dir / self.tag).parent, claims[0])):
             logger.warning(f"amsp: removed what interrupted saves had left in {self.save_dir}: {', '.join(removed)}")
@@ -141,8 +144,3 @@ class Save:
         }
         buffers = tuple(name for name, _ in self.module.named_buffers())
         return Head(state, manifest, buffers, about.latest, SCRIPT)
-
-
-def _discard(claim: Claim | None = None) -> None:
-    if claim is not None:
-        folders.discard(claim)

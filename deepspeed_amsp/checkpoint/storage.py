@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from deepspeed_amsp.checkpoint.flat import FlatTensor, read_items
 from deepspeed_amsp.checkpoint.crc import crc32
+from deepspeed_amsp.checkpoint.flat import FlatTensor, read_items
 from deepspeed_amsp.checkpoint.folder import Block, FileInfo, check_block, check_summed
 
 INDEX = ".metadata"
@@ -180,7 +180,7 @@ def _read_block(
 
 
 def _room(targets: Sequence[_Target], at: int, beside: memoryview) -> memoryview:
-    """Where to read the next bytes of a block to: where they are wanted, or, if in several places or none, ``beside``."""
+    """Where to read the next bytes of a block to: where they are wanted; in several places or none: ``beside``."""
     if len(targets) != 1 or at >= targets[0].stop:
         return beside
     start, _, into = targets[0]
