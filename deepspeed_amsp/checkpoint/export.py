@@ -160,7 +160,7 @@ def _cast(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
     """
     cast = value.to(entry.dtype)
     if cast.dtype != value.dtype and cast.is_floating_point() and bool((cast.isinf() & value.isfinite()).any()):
-        largest = value[value.isfinite()].abs().max().item()
+        largest = float(value[value.isfinite()].abs().max())
         raise CheckpointError(
             f"{entry.name} has values up to {largest:.6g}, and {entry.dtype} ends at "
             f"{torch.finfo(entry.dtype).max:.6g}; use --dtype bf16 or fp32"
