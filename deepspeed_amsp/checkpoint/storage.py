@@ -198,7 +198,7 @@ class _Target(NamedTuple):
     def of(cls, item: ReadItem, target: torch.Tensor, elements: int) -> _Target:
         """``elements``: where they begin in the block."""
         start = elements + item.storage_offsets[0] * target.itemsize
-        return cls(start, start + target.nbytes, memoryview(target.view(torch.uint8).numpy()))
+        return cls(start, start + target.nbytes, target.view(torch.uint8).numpy().data)
 
     def take(self, at: int, piece: memoryview) -> None:
         """Copy what is wanted of ``piece``, which begins at byte ``at`` of the block."""
