@@ -160,7 +160,8 @@ def _read_block(
         CheckpointError: the block is damaged; the targets may have any values then.
     """
     try:
-        elements = torch._C.PyTorchFileReader(_Section(file, offset, block.bytes)).get_record_offset("data/0")
+        section = cast(IO[bytes], _Section(file, offset, block.bytes))
+        elements = torch._C.PyTorchFileReader(section).get_record_offset("data/0")
     except RuntimeError:  # what torch.save writes around the elements is damaged, as the checksum will say
         elements = block.bytes
     targets = [_Target.of(item, target, elements) for item, target in items]
