@@ -7,6 +7,7 @@ A ticket keeps the buffers of its collective alive until somebody has waited for
 from __future__ import annotations
 
 import itertools
+import pickle
 import socket
 import threading
 import time
@@ -154,10 +155,24 @@ def host_names() -> list[str]:
 
 
 def from_every_rank(value: Any) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order, over the default group; before there is a mesh. Blocks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Every rank's picklable ``value``, in rank order, over the default group; before there is a mesh. Blocks.
+
+    A sum in which each rank fills a place of its own: on gloo that takes a tenth of all_gather_object's time.
+    """
+    mine = pickle.dumps(value)
+    sizes = _in_places(torch.tensor([len(mine)])).flatten().tolist()
+    padded = bytearray(mine).ljust(max(sizes), b"\0")
+    all_of_them = _in_places(torch.frombuffer(padded, dtype=torch.uint8)).numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(all_of_them, sizes, strict=True)]
+
+
+def _in_places(mine: torch.Tensor) -> torch.Tensor:
+    """Every rank's ``mine`` [n], as [ranks, n], on the host."""
+    places = mine.new_zeros(dist.get_world_size(), len(mine))
+    places[dist.get_rank()] = mine
+    places = places.to(dist.distributed_c10d._get_object_coll_device())
+    dist.all_reduce(places)
+    return places.cpu()
 
 
 class Communicator:

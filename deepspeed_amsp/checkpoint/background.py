@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from deepspeed.utils import logger
 
-from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.claim import Claim
 from deepspeed_amsp.checkpoint.share import Share
 from deepspeed_amsp.checkpoint.together import CheckpointError, alone, together
 
@@ -21,12 +21,14 @@ PATIENCE_S, PATIENCE_AT_EXIT_S = 1800.0, 60.0
 class Background:
     """The thread of one rank, from its start on. It is no daemon, so that the interpreter's exit waits for it.
 
+    ``claim`` is rank 0's on the folder.
+
     Rank 0's thread is over when the checkpoint is complete, the others' when they have written their share. How it
     went is learnt by `check` and `settle`, which all ranks call together.
     """
 
-    def __init__(self, share: Share, what: str) -> None:
-        self._share, self._what = share, f"{what}, in the background,"
+    def __init__(self, share: Share, claim: Claim | None, what: str) -> None:
+        self._share, self._claim, self._what = share, claim, f"{what}, in the background,"
         self._error: Exception | None = None
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"amsp checkpoint {share.tag}", daemon=False)
@@ -52,9 +54,9 @@ class Background:
     def _run(self) -> None:
         try:
             self._share.write()
-            if self._share.rank == 0:
+            if self._claim is not None:
                 self._wait_for_the_others()
-                self._share.finish()
+                self._share.finish(self._claim)
         except Exception as error:  # noqa: BLE001 - whatever it was, `check` and `settle` tell it to all ranks
             self._error = error
             logger.error(f"amsp: {self._what} failed: {error}")
@@ -90,6 +92,6 @@ class Background:
             self._thread.join()
             with suppress(CheckpointError):
                 together(self._what, lambda: None)  # else a rank that writes still would find its folder gone
-            if self._share.rank == 0:
-                folders.discard(self._share.save_dir, self._share.tag)
+            if self._claim is not None:
+                self._claim.discard()
             raise

@@ -24,7 +24,7 @@ from deepspeed_amsp.checkpoint.manifest import scaler_progress
 from deepspeed_amsp.checkpoint.restore import Choice, as_it_is
 from deepspeed_amsp.checkpoint.rng import random_states, set_random_states
 from deepspeed_amsp.checkpoint.save import About, Save
-from deepspeed_amsp.checkpoint.together import CheckpointError, together
+from deepspeed_amsp.checkpoint.together import SHOWN, CheckpointError, TagsDiffer, together
 from deepspeed_amsp.config import AmspBlock
 from deepspeed_amsp.partition.params import ShardedUnit
 from deepspeed_amsp.runtime import Runtime
@@ -77,14 +77,14 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
             ValueError: no folder was named.
             CheckpointError: on every rank, with the reason of the rank that failed, or when not all ranks call this
                 within the timeout. What was there before is as it was.
+            TagsDiffer: one of them, if ``checkpoint.tag_validation`` is "Fail".
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         self._wait_for_parameters()
         self._settle_save()
         mine = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        agreed = str(together(f"save_checkpoint to {save_dir}", lambda: mine)[0])
-        self._checkpoint_tag_validation(mine)
+        agreed = self._agreed(together(f"save_checkpoint to {save_dir}", lambda: mine))
         if dist.get_rank() == 0 and self.micro_steps % self.gradient_accumulation_steps():
             logger.warning("amsp: a checkpoint within an accumulation window does not hold the window's gradients")
 
@@ -104,6 +104,21 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         else:
             save.now()
         return True
+
+    def _agreed(self, tags: Sequence[str]) -> str:
+        """Rank 0's of every rank's tag; those that differ are told as ``checkpoint.tag_validation`` says."""
+        others = [f"rank {rank}: {tag!r}" for rank, tag in enumerate(tags) if tag != tags[0]]
+        if others and self.checkpoint_tag_validation_enabled():
+            more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+            text = (
+                f"the checkpoint tag is not consistent across all ranks: rank 0: {tags[0]!r}, "
+                f"{', '.join(others[:SHOWN])}{more}. Pass the same tag on all ranks"
+            )
+            if self.checkpoint_tag_validation_fail():
+                raise TagsDiffer(text)
+            if dist.get_rank() == 0:
+                logger.warning(f"amsp: {text}; the checkpoint gets the one of rank 0")
+        return tags[0]
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete. Collective.
@@ -245,7 +260,18 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         return aliases(self.module)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """As DeepSpeed's, but never without a file. Collective.
+
+        Raises:
+            ValueError: on every rank, where DeepSpeed's saves nothing and returns False: parameters are sharded, and
+                gathering them is not allowed.
+        """
         self._refuse_parts("save_16bit_model")
+        if self._sharded and not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "save_16bit_model: parameters are sharded, and stage3_gather_16bit_weights_on_model_save is false. Set "
+                "it to true in zero_optimization, or call save_checkpoint and then `amsp export`"
+            )
         self._wait_for_parameters()
         return bool(super().save_16bit_model(*args, **kwargs))
 

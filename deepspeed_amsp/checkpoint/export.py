@@ -55,7 +55,8 @@ def export(
     weights are written once: safetensors has them by their first name only, torch by all names.
 
     Raises:
-        CheckpointError: ``out`` is not empty, the checkpoint is damaged, or safetensors has no such dtype.
+        CheckpointError: ``out`` is not empty, the checkpoint is damaged, safetensors has no such dtype, or a value is
+            too large for ``dtype``. No file is left then.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty")
@@ -70,17 +71,16 @@ def export(
     shards = _shards(entries, shard_bytes)
     stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
     out.mkdir(parents=True, exist_ok=True)
-    files, where = [], {}
-    for number, shard in enumerate(shards, 1):
-        counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        path = out / f"{stem}{counted}.{suffix}"
-        if form == "safetensors":
-            _write_safetensors(archive, shard, path)
-            names = [entry.name for entry in shard]
-        else:
-            names = _write_torch(archive, shard, path)
-        where.update(dict.fromkeys(names, path.name))
-        files.append(path)
+    counts = [f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "" for number in range(1, len(shards) + 1)]
+    files, where = [out / f"{stem}{count}.{suffix}" for count in counts], {}
+    write = _write_safetensors if form == "safetensors" else _write_torch
+    try:
+        for shard, path in zip(shards, files, strict=True):
+            where.update(dict.fromkeys(write(archive, shard, path), path.name))
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
     total = sum(entry.bytes for shard in shards for entry in shard)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -121,14 +121,14 @@ def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
 
 def _write_torch(archive: Archive, shard: Sequence[_Entry], path: Path) -> list[str]:
     values = archive.read(entry.key for entry in shard)
-    state = {entry.name: values.pop(entry.key).to(entry.dtype) for entry in shard}
+    state = {entry.name: _cast(entry, values.pop(entry.key)) for entry in shard}
     # The same tensor under a further name is stored once by torch.save.
     state.update({alias: state[name] for alias, name in archive.manifest.aliases.items() if name in state})
     torch.save(state, path)
     return list(state)
 
 
-def _write_safetensors(archive: Archive, shard: Sequence[_Entry], path: Path) -> None:
+def _write_safetensors(archive: Archive, shard: Sequence[_Entry], path: Path) -> list[str]:
     """Tensor after tensor, so that one is in memory at a time."""
     infos = archive.manifest.tensors
     header: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
@@ -145,7 +145,24 @@ def _write_safetensors(archive: Archive, shard: Sequence[_Entry], path: Path) ->
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in shard:
-            value = archive.read([entry.key])[entry.key].to(entry.dtype).contiguous()
+            value = _cast(entry, archive.read([entry.key])[entry.key]).contiguous()
             file.write(value.view(-1).view(torch.uint8).numpy().tobytes())
         file.flush()
         os.fsync(file.fileno())
+    return [entry.name for entry in shard]
+
+
+def _cast(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the entry's dtype.
+
+    Raises:
+        CheckpointError: finite values would become infinite.
+    """
+    cast = value.to(entry.dtype)
+    if cast.dtype != value.dtype and cast.is_floating_point() and bool((cast.isinf() & value.isfinite()).any()):
+        largest = float(value[value.isfinite()].abs().max())
+        raise CheckpointError(
+            f"{entry.name} has values up to {largest:.6g}, and {entry.dtype} ends at "
+            f"{torch.finfo(entry.dtype).max:.6g}; use --dtype bf16 or fp32"
+        )
+    return cast

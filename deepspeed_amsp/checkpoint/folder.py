@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from deepspeed_amsp.checkpoint.claim import LOCK, Claim, remove_abandoned, take
+from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 
@@ -33,25 +33,36 @@ class FileInfo(NamedTuple):
 
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
+MANIFEST = "amsp_checkpoint.json"
 _CHUNK = 1 << 23
 
 
-def begin(save_dir: Path, tag: str) -> Path:
+def begin(save_dir: Path, tag: str) -> Claim:
     """A new empty folder to write ``tag`` into; what an interrupted save has left of it is removed. On one rank.
 
     Raises:
         OSError: the folder cannot be made.
-        CheckpointError: the tag is one that names incomplete folders, or no folder in ``save_dir``, or one that holds
-            folders: checkpoints whose tags begin with this one, or what is none.
+        CheckpointError: another save is writing it; or the tag is one that names incomplete folders, or no folder in
+            ``save_dir``, or one that holds folders: checkpoints whose tags begin with this one, or what is none.
     """
     _check_new_tag(tag)
-    settle(save_dir, tag)
-    _check_replaceable(save_dir / tag)
-    folder = save_dir / (tag + INCOMPLETE)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
+    claim = take(save_dir / (tag + INCOMPLETE))
+    try:
+        settle(save_dir, tag)
+        _check_replaceable(save_dir / tag)
+    except BaseException:
+        claim.discard()
+        raise
+    return claim
+
+
+def sweep(folder: Path, claim: Claim) -> list[str]:
+    """Remove what interrupted saves have left in ``folder``, and nothing that a live one writes; returns its names."""
+    old = [path for path in folder.glob("*" + REPLACED) if (path.with_suffix("") / MANIFEST).is_file()]
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
+    dead = [path for path in folder.glob("*" + INCOMPLETE) if path != claim.folder and remove_abandoned(path)]
+    return sorted(path.name for path in old + dead)
 
 
 def settle(save_dir: Path, tag: str) -> None:
@@ -60,12 +71,12 @@ def settle(save_dir: Path, tag: str) -> None:
     if not replaced.exists():
         return
     if folder.exists():
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)  # who has just taken its place may be removing it, too
     else:
         replaced.rename(folder)
 
 
-def commit(save_dir: Path, tag: str, latest: bool) -> None:
+def commit(claim: Claim, save_dir: Path, tag: str, latest: bool) -> None:
     """Everything of ``tag`` is written: make it durable under its own name. On one rank.
 
     What may lack space is written first, so that an error leaves what was there; then there are only renames.
@@ -74,25 +85,20 @@ def commit(save_dir: Path, tag: str, latest: bool) -> None:
         latest: whether ``latest`` names it from now on.
     """
     folder, replaced = save_dir / tag, save_dir / (tag + REPLACED)
-    written = save_dir / (tag + INCOMPLETE)
-    _sync(written)
     if latest:
-        _write_beside(save_dir / LATEST, tag.encode())
+        _write(claim.folder / LATEST, tag.encode())
+    _sync(claim.folder)
     if folder.exists():
         folder.rename(replaced)
-    written.rename(folder)
+    claim.folder.rename(folder)
     _sync(folder.parent)
     if latest:
-        _beside(save_dir / LATEST).rename(save_dir / LATEST)
+        (folder / LATEST).rename(save_dir / LATEST)
         _sync(save_dir)
-    shutil.rmtree(replaced, ignore_errors=True)  # the checkpoint is complete; `settle` removes what is left
-
-
-def discard(save_dir: Path, tag: str) -> None:
-    """Remove what a failed save has written, as far as that is possible."""
-    shutil.rmtree(save_dir / (tag + INCOMPLETE), ignore_errors=True)
-    with suppress(OSError):
-        _beside(save_dir / LATEST).unlink()
+    # The checkpoint is complete; `settle` and `sweep` remove what is left.
+    (folder / LOCK).unlink(missing_ok=True)
+    claim.release()
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def latest(load_dir: Path) -> str | None:
@@ -128,7 +134,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that it has its old contents or the new ones, whatever happens."""
-    _write_beside(path, content)
+    _write(_beside(path), content)
     _beside(path).rename(path)
     _sync(path.parent)
 
@@ -137,8 +143,8 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + INCOMPLETE)
 
 
-def _write_beside(path: Path, content: bytes) -> None:
-    with _beside(path).open("wb") as file:
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -150,17 +156,21 @@ def summed(path: Path) -> FileInfo:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
     return FileInfo(size, (Block(size, crc),))
 
 
-def check_block(path: Path, content: bytes | memoryview, block: Block) -> None:
+def check_block(path: Path, content: bytes, block: Block) -> None:
     """Raises CheckpointError: ``content``, which was read from ``path``, is not the ``block`` that was written."""
-    if len(content) != block.bytes:
-        raise CheckpointError(f"{path} was cut short: {len(content)} bytes instead of {block.bytes}")
-    crc = zlib.crc32(content)
-    if crc != block.crc32:
-        raise CheckpointError(f"{path} is damaged: a checksum is {crc:08x} instead of {block.crc32:08x}")
+    check_summed(path, Block(len(content), crc32(content)), block)
+
+
+def check_summed(path: Path, found: Block, block: Block) -> None:
+    """Raises CheckpointError: what was ``found`` in ``path`` is not the ``block`` that was written."""
+    if found.bytes != block.bytes:
+        raise CheckpointError(f"{path} was cut short: {found.bytes} bytes instead of {block.bytes}")
+    if found.crc32 != block.crc32:
+        raise CheckpointError(f"{path} is damaged: a checksum is {found.crc32:08x} instead of {block.crc32:08x}")
 
 
 def check_size(path: Path, info: FileInfo) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deepspeed_amsp.checkpoint.folder import Block, FileInfo
+from deepspeed_amsp.checkpoint.crc import crc32
+from deepspeed_amsp.checkpoint.folder import MANIFEST, Block, FileInfo
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 T = TypeVar("T")
-MANIFEST = "amsp_checkpoint.json"
 STATE = "amsp_state.pt"
 """Everything that is no tensor of the model or the optimizer: schedulers, counters, the client's state."""
 FORMAT = 3
@@ -168,7 +167,7 @@ class Manifest:
     def dumps(self) -> bytes:
         """As JSON with a checksum of its own."""
         content = json.dumps(asdict(self), sort_keys=True)
-        whole = {"format": FORMAT, "crc32": zlib.crc32(content.encode()), **json.loads(content)}
+        whole = {"format": FORMAT, "crc32": crc32(content.encode()), **json.loads(content)}
         return json.dumps(whole).encode()
 
 
@@ -191,7 +190,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} has format {version}, and this version of deepspeed_amsp reads {FORMAT}")
-    if zlib.crc32(json.dumps(content, sort_keys=True).encode()) != crc:
+    if crc32(json.dumps(content, sort_keys=True).encode()) != crc:
         raise CheckpointError(f"{path} is damaged: its contents do not have its checksum")
     tensors = {key: TensorInfo(tuple(shape), dtype) for key, (shape, dtype) in content.pop("tensors").items()}
     files = {

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from deepspeed.utils import logger
 from torch import nn
 
 from deepspeed_amsp.checkpoint import folder as folders
 from deepspeed_amsp.checkpoint.background import Background
+from deepspeed_amsp.checkpoint.claim import Claim
 from deepspeed_amsp.checkpoint.contents import Contents, to_write
 from deepspeed_amsp.checkpoint.manifest import Manifest, part_prefix, prefixed
 from deepspeed_amsp.checkpoint.share import Head, Share
-from deepspeed_amsp.checkpoint.together import alone, together
+from deepspeed_amsp.checkpoint.together import together
 from deepspeed_amsp.checkpoint.zero_to_fp32 import SCRIPT
 from deepspeed_amsp.runtime import Runtime
 
@@ -64,31 +66,44 @@ class Save:
             shares.append(self._share())
             shares[0].write()
 
-        self._begin()
+        claim = self._begin()
         try:
             together(self._what, write)
-            alone(self._what, dist.get_rank(), lambda: shares[0].finish())
+            together(self._what, lambda: shares[0].finish(claim) if claim else None)
         except BaseException:
-            self._discard()
+            if claim is not None:
+                claim.discard()
             raise
 
     def in_background(self) -> Background:
         """Copy to the host what is to be written, and write it while the caller goes on."""
         shares: list[Share] = []
-        self._begin()
+        claim = self._begin()
         try:
             together(self._what, lambda: shares.append(self._share().own_copy()))
         except BaseException:
-            self._discard()
+            if claim is not None:
+                claim.discard()
             raise
-        return Background(shares[0], self._what)
+        return Background(shares[0], claim, self._what)
 
-    def _begin(self) -> None:
-        alone(self._what, dist.get_rank(), lambda: folders.begin(self.save_dir, self.tag))
+    def _begin(self) -> Claim | None:
+        """Rank 0 claims the folder."""
+        claims: list[Claim] = []
 
-    def _discard(self) -> None:
-        if dist.get_rank() == 0:
-            folders.discard(self.save_dir, self.tag)
+        def begin() -> None:
+            if dist.get_rank() == 0:
+                claims.append(folders.begin(self.save_dir, self.tag))
+
+        try:
+            together(self._what, begin)
+        except BaseException:
+            for claim in claims:
+                claim.discard()
+            raise
+        if claims and (removed := folders.sweep((self.save_dir / self.tag).parent, claims[0])):
+            logger.warning(f"amsp: removed what interrupted saves had left in {self.save_dir}: {', '.join(removed)}")
+        return claims[0] if claims else None
 
     def _share(self) -> Share:
         optimizer, mesh, among = self.amsp.optimizer, self.amsp.mesh, self.amsp.data_parallel

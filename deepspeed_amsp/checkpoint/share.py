@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.claim import Claim
 from deepspeed_amsp.checkpoint.contents import Contents
 from deepspeed_amsp.checkpoint.flat import FlatTensor, Part, index_of, write_items
 from deepspeed_amsp.checkpoint.folder import FileInfo
@@ -113,8 +114,11 @@ class Share:
         """Ranks that have not written their share yet."""
         return [rank for rank in among if not self._told_by(rank).is_file()]
 
-    def finish(self) -> None:
+    def finish(self, claim: Claim) -> None:
         """The last of a save, by rank 0, when all ranks have written: index, state, manifest, and the folder's name.
+
+        Args:
+            claim: on the folder, as `folder.begin` gave it.
 
         Raises:
             CheckpointError: rank 0 does not see what the others have written.
@@ -142,8 +146,10 @@ class Share:
         folders.write_durably(self.folder / MANIFEST, manifest.dumps())
         for rank in range(self.world):
             self._told_by(rank).unlink()
-        folders.write_whole(self.save_dir / folders.SCRIPT, self.head.script.encode())
-        folders.commit(self.save_dir, self.tag, self.head.latest)
+        script = self.folder / folders.SCRIPT  # of our own until it is whole: another save may be writing the same
+        script.write_text(self.head.script, encoding="utf-8")
+        script.rename(self.save_dir / folders.SCRIPT)
+        folders.commit(claim, self.save_dir, self.tag, self.head.latest)
 
     def _told_by(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.told"

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import io
 import itertools
-import mmap
 import os
 import pickle
-import struct
 import threading
-import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, ReadItem
@@ -28,8 +24,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.flat import FlatTensor, read_items
-from deepspeed_amsp.checkpoint.folder import Block, FileInfo, check_block
+from deepspeed_amsp.checkpoint.folder import Block, FileInfo, check_block, check_summed
 
 INDEX = ".metadata"
 """torch.distributed.checkpoint's own index."""
@@ -37,12 +34,14 @@ ALIGNMENT = 64
 """Bytes; torch.save aligns the elements to them within a block."""
 FLUSH_BYTES = 1 << 22
 """After so many, the device begins to write."""
+PIECE_BYTES = 1 << 18
+"""Summed and then written, or read and then summed, while they are in a core's cache."""
 
 
 class _Summed(io.RawIOBase):
     """What torch.save writes to: a file, counted and summed block by block."""
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.blocks: list[Block] = []
         self._bytes = self._crc = 0
@@ -52,11 +51,10 @@ class _Summed(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         octets = memoryview(data).cast("B")
-        self._crc = zlib.crc32(octets, self._crc)
+        for piece in _pieces(octets):
+            self._crc = crc32(piece, self._crc)
+            self._file.write(piece)
         self._bytes += len(octets)
-        left = octets
-        while left:  # a file may take less than it is given
-            left = left[self._file.write(left) :]
         return len(octets)
 
     def end_block(self) -> int:
@@ -68,6 +66,10 @@ class _Summed(io.RawIOBase):
         return size
 
 
+def _pieces(octets: memoryview) -> Iterator[memoryview]:
+    return (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
+
+
 def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[WriteResult], FileInfo]:
     """Write every part of ``tensors`` as a block of the new file ``path``, durably.
 
@@ -75,7 +77,7 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
         Where each block is, for `write_index`, and the file's checksums.
     """
     results = []
-    with path.open("wb", buffering=0) as file, _summed_once(), ThreadPoolExecutor(1) as beside:
+    with path.open("wb") as file, _summed_once(), ThreadPoolExecutor(1) as beside:
         stream, offset, flushed = _Summed(file), 0, 0
         flushes: list[Future[None]] = []
         for key, tensor in tensors.items():
@@ -87,11 +89,13 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
                 if offset - flushed >= FLUSH_BYTES and all(flush.done() for flush in flushes):
                     # The device writes what is there while we make more of it; the last flush has less to do. At the
                     # interpreter's exit, which a save in the background outlives, no pool takes work any more.
+                    file.flush()
                     with suppress(RuntimeError):
                         flushes.append(beside.submit(os.fsync, file.fileno()))
                     flushed = offset
         for flush in flushes:
             flush.result()
+        file.flush()
         os.fsync(file.fileno())
     return results, FileInfo(offset, tuple(stream.blocks))
 
@@ -135,25 +139,74 @@ def read_blocks(folder: Path, files: Mapping[str, FileInfo], wanted: Mapping[str
     for item, target in read_items(wanted, metadata):
         place: _StorageInfo = metadata.storage_data[item.storage_index]
         copies.setdefault(place.relative_path, {}).setdefault(place.offset, []).append((item, target))
+    beside = memoryview(bytearray(PIECE_BYTES))
     for name, by_offset in sorted(copies.items()):
         path, blocks = folder / name, files[name].blocks
         at = dict(zip(itertools.accumulate((block.bytes for block in blocks), initial=0), blocks, strict=False))
-        with path.open("rb", buffering=0) as file, _mapped(file) as content:
+        with path.open("rb", buffering=0) as file:
             for offset, items in sorted(by_offset.items()):
-                with content[offset : offset + at[offset].bytes] as octets:
-                    check_block(path, octets, at[offset])
-                    _copy_out(octets, items, items[0][1].dtype)
+                _read_block(file, offset, at[offset], items, beside)
 
 
-def _copy_out(octets: memoryview, items: Iterable[tuple[ReadItem, torch.Tensor]], dtype: torch.dtype) -> None:
-    """Copy the elements of a block from where it is in memory; torch.load would make a copy of all of it first."""
-    with zipfile.ZipFile(_Octets(octets)) as archive:
-        (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
-    name, extra = struct.unpack_from("<HH", octets, record.header_offset + 26)
-    start = record.header_offset + 30 + name + extra
-    values = torch.frombuffer(octets, dtype=dtype, count=record.file_size // dtype.itemsize, offset=start)
-    for item, target in items:
-        target.copy_(values.narrow(0, item.storage_offsets[0], item.lengths[0]))
+def _read_block(
+    file: io.FileIO, offset: int, block: Block, items: Sequence[tuple[ReadItem, torch.Tensor]], beside: memoryview
+) -> None:
+    """Fill the targets of ``items`` with their elements of a block, piece by piece as it is read and summed.
+
+    Args:
+        beside: memory for a piece.
+
+    Raises:
+        CheckpointError: the block is damaged; the targets may have any values then.
+    """
+    try:
+        section = cast(IO[bytes], _Section(file, offset, block.bytes))
+        reader: Any = torch._C.PyTorchFileReader(section)  # whose stub does not know the next method
+        elements = reader.get_record_offset("data/0")
+    except RuntimeError:  # what torch.save writes around the elements is damaged, as the checksum will say
+        elements = block.bytes
+    targets = [_Target.of(item, target, elements) for item, target in items]
+    file.seek(offset)
+    cursor = crc = 0
+    while cursor < block.bytes:
+        piece = _room(targets, cursor, beside)[: block.bytes - cursor]
+        size = file.readinto(piece)
+        if not size:
+            break
+        crc = crc32(piece[:size], crc)
+        if len(targets) > 1:
+            for target in targets:
+                target.take(cursor, piece[:size])
+        cursor += size
+    check_summed(Path(file.name), Block(cursor, crc), block)
+
+
+def _room(targets: Sequence[_Target], at: int, beside: memoryview) -> memoryview:
+    """Where to read the next bytes of a block to: where they are wanted; in several places or none: ``beside``."""
+    if len(targets) != 1 or at >= targets[0].stop:
+        return beside
+    start, _, into = targets[0]
+    return beside[: start - at] if at < start else into[at - start :][:PIECE_BYTES]
+
+
+class _Target(NamedTuple):
+    """Where the bytes [start, stop) of a block go."""
+
+    start: int
+    stop: int
+    into: memoryview
+
+    @classmethod
+    def of(cls, item: ReadItem, target: torch.Tensor, elements: int) -> _Target:
+        """``elements``: where they begin in the block."""
+        start = elements + item.storage_offsets[0] * target.itemsize
+        return cls(start, start + target.nbytes, target.view(torch.uint8).numpy().data)
+
+    def take(self, at: int, piece: memoryview) -> None:
+        """Copy what is wanted of ``piece``, which begins at byte ``at`` of the block."""
+        first, last = max(self.start, at), min(self.stop, at + len(piece))
+        if first < last:
+            self.into[first - self.start : last - self.start] = piece[first - at : last - at]
 
 
 def _read_index(folder: Path, info: FileInfo) -> Metadata:
@@ -164,17 +217,11 @@ def _read_index(folder: Path, info: FileInfo) -> Metadata:
     return metadata
 
 
-@contextmanager
-def _mapped(file: io.FileIO) -> Iterator[memoryview]:
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped, memoryview(mapped) as content:
-        yield content
+class _Section(io.RawIOBase):
+    """Bytes [start, start + size) of a file, as a file of their own."""
 
-
-class _Octets(io.RawIOBase):
-    """Memory as a file, without a copy of it."""
-
-    def __init__(self, octets: memoryview) -> None:
-        self._octets, self._at = octets, 0
+    def __init__(self, file: io.FileIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
 
     def readable(self) -> bool:
         return True
@@ -183,15 +230,15 @@ class _Octets(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, len(self._octets))[whence]
+        self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        into = memoryview(buffer).cast("B")
-        found = self._octets[self._at : self._at + len(into)]
-        into[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        into = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
+        self._file.seek(self._start + self._at)
+        got = self._file.readinto(into) or 0
+        self._at += got
+        return got

@@ -16,6 +16,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on every rank, and nothing was changed."""
 
 
+class TagsDiffer(CheckpointError, AssertionError):
+    """Ranks named different tags; DeepSpeed raises an AssertionError."""
+
+
 def together(what: str, work: Callable[[], T]) -> list[T]:
     """``work`` on every rank; returns every rank's picklable result, in rank order.
 

@@ -93,7 +93,7 @@ def _archive(path: Path, tag: str | None) -> Archive | None:
     theirs = found is not None and any((path / found).glob("*_optim_states.pt"))
     if theirs and not (path / str(found) / MANIFEST).is_file():
         return None
-    return open_archive(path if tag is None else folders.find(path, tag))
+    return open_archive(path if tag is None else path / tag)
 
 
 def _bytes(text: str) -> int:

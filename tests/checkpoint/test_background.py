@@ -87,6 +87,35 @@ def _loaded(folder: str, tag: str) -> Any:
     return held
 
 
+def _two_at_a_time(folder: str) -> tuple[str, list[str]]:
+    """Another engine saves to the same folder while the first one's save cannot end."""
+    first, second = make_engine(SPEC), make_engine(SPEC.but(amsp={}), seed=99)
+    gate, plain = threading.Event(), Share.write
+
+    def held_back(share: Share) -> None:
+        assert share.tag != "same" or gate.wait(30)
+        plain(share)
+
+    with mock.patch.object(Share, "write", held_back):
+        first.save_checkpoint(folder, "same", client_state={"position": runs.HALF})
+        with pytest.raises(RuntimeError) as caught:
+            second.save_checkpoint(folder, "same")
+        second.save_checkpoint(folder, "other")
+        gate.set()
+        first.wait_for_checkpoint()
+        second.save_checkpoint(folder, "same")
+    for engine in (first, second):
+        engine.load_checkpoint(folder, "same")
+        engine.destroy()
+    return str(caught.value), sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_two_saves_of_one_tag_never_mix(tmp_path: Path) -> None:
+    for text, names in pool(2).run(_two_at_a_time, str(tmp_path)):
+        everywhere("another save is writing", "same.incomplete", "wait_for_checkpoint", texts=[text])
+        assert names == ["latest", "other", "same", "zero_to_fp32.py"]
+
+
 def _fails_on_rank_1(folder: str) -> list[str]:
     """Saves of which one rank's share fails: told by the next step, the next save, or destroy."""
     engine = make_engine(SPEC)

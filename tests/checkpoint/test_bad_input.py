@@ -407,6 +407,23 @@ def test_a_save_on_rank_0_only(tmp_path: Path, fresh_pool: Any) -> None:
     assert not (tmp_path / "folder").exists()
 
 
+def _16bit_without_gathering(spec: Spec, folder: str) -> str:
+    stage3 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
+    engine = make_engine(spec.but(extra=stage3))
+    with pytest.raises(ValueError, match="save_16bit_model") as caught:
+        engine.save_16bit_model(folder)
+    train_step(engine, 0)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_16bit_weights_that_may_not_be_gathered(tmp_path: Path) -> None:
+    """Case F9: an error, where DeepSpeed writes nothing and returns False."""
+    texts = pool(2).run(_16bit_without_gathering, READER, str(tmp_path))
+    everywhere("stage3_gather_16bit_weights_on_model_save is false", "Set it to true", texts=texts)
+    assert not list(tmp_path.iterdir())
+
+
 # ---- tags --------------------------------------------------------------------------------------------------
 
 
@@ -423,7 +440,8 @@ def _tagged(spec: Spec, folder: str, mode: str) -> str:
 
 
 def test_tags_that_differ_between_ranks(tmp_path: Path) -> None:
-    everywhere("is not consistent across all ranks", texts=pool(2).run(_tagged, WRITER, str(tmp_path), "Fail"))
+    words = "is not consistent across all ranks: rank 0: 'rank0', rank 1: 'rank1'"
+    everywhere(words, texts=pool(2).run(_tagged, WRITER, str(tmp_path), "Fail"))
     assert not list(tmp_path.iterdir())
     assert pool(2).run(_tagged, WRITER, str(tmp_path), "Ignore") == ["", ""]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "rank0", "zero_to_fp32.py"]

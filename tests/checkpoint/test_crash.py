@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.claim import LOCK
 from deepspeed_amsp.checkpoint.together import CheckpointError
 from tests.checkpoint.runs import Spec, held_by, make_engine, train_step
 from tests.semantics.harness import NIGHTLY
@@ -104,7 +105,7 @@ def test_killed_in_a_save(kill: int, tmp_path: Path, fresh_pool: Any) -> None:
         for name, value in working.items():
             assert torch.equal(value, straight[step][name]), name
     left = {path.name for path in tmp_path.iterdir()}
-    assert "same" in left and not left & {"same.incomplete", "same.replaced"}
+    assert "same" in left and not [name for name in left if name.endswith((folders.INCOMPLETE, folders.REPLACED))]
 
 
 def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
         at = tmp_path / str(moment)
         (at / "t").mkdir(parents=True)
         (at / "t" / "old").touch()
-        (folders.begin(at, "t") / "new").touch()
+        (folders.begin(at, "t").folder / "new").touch()
         if moment >= 1:
             (at / "t").rename(at / "t.replaced")
         if moment >= 2:
@@ -121,20 +122,24 @@ def test_every_moment_of_an_exchange(tmp_path: Path) -> None:
         if moment >= 3:
             (at / "t.replaced" / "old").unlink()  # its removal was interrupted
         found = folders.find(at, "t")
-        assert [path.name for path in found.iterdir()] == ["new" if moment >= 2 else "old"]
+        assert [path.name for path in found.iterdir() if path.name != LOCK] == ["new" if moment >= 2 else "old"]
         folders.settle(at, "t")
         assert folders.find(at, "t") == at / "t"
-        assert sorted(path.name for path in (at / "t").iterdir()) == ["new" if moment >= 2 else "old"]
-        (folders.begin(at, "t") / "newer").touch()
-        folders.commit(at, "t", latest=False)
+        left = {path.name for path in (at / "t").iterdir()}
+        assert left - {LOCK} == {"new" if moment >= 2 else "old"}
+        claim = folders.begin(at, "t")
+        (claim.folder / "newer").touch()
+        folders.commit(claim, at, "t", latest=False)
         assert [str(path.relative_to(at)) for path in sorted(at.rglob("*"))] == ["t", "t/newer"]
 
 
 def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
     """The checkpoint that would have been replaced, and what names it, are as they were."""
-    (folders.begin(tmp_path, "t") / "old").touch()
-    folders.commit(tmp_path, "t", latest=True)
-    (folders.begin(tmp_path, "t") / "new").touch()
+    claim = folders.begin(tmp_path, "t")
+    (claim.folder / "old").touch()
+    folders.commit(claim, tmp_path, "t", latest=True)
+    claim = folders.begin(tmp_path, "t")
+    (claim.folder / "new").touch()
     plain = Path.open
 
     def full(self: Path, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +148,31 @@ def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
         return plain(self, *args, **kwargs)
 
     with mock.patch.object(Path, "open", full), pytest.raises(OSError, match="No space"):
-        folders.commit(tmp_path, "t", latest=True)
-    folders.discard(tmp_path, "t")
+        folders.commit(claim, tmp_path, "t", latest=True)
+    claim.discard()
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["latest", "t", "t/old"]
     assert folders.latest(tmp_path) == "t"
+
+
+def test_what_dead_saves_have_left_is_removed(tmp_path: Path) -> None:
+    """And nothing else: neither what a live one writes, nor what is not known to be a save's."""
+    for tag in ("dead", "alive", "done"):
+        (folders.begin(tmp_path, tag).folder / "content").touch()  # the claim ends here, as that of one that was killed
+    alive = folders.begin(tmp_path, "alive")
+    folders.commit(folders.begin(tmp_path, "done"), tmp_path, "done", latest=False)
+    (tmp_path / "done" / folders.MANIFEST).touch()
+    for other in ("done.replaced", "unknown.replaced", "yours.incomplete", "empty.incomplete"):
+        (tmp_path / other).mkdir()
+    (tmp_path / "yours.incomplete" / "content").touch()
+    mine = folders.begin(tmp_path, "mine")
+    removed = folders.sweep(tmp_path, mine)
+    assert removed == ["dead.incomplete", "done.replaced", "empty.incomplete"]
+    kept = ["alive.incomplete", "done", "mine.incomplete", "unknown.replaced", "yours.incomplete"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    with pytest.raises(CheckpointError, match=r"another save is writing .*alive\.incomplete"):
+        folders.begin(tmp_path, "alive")
+    alive.release()
+    assert folders.sweep(tmp_path, mine) == ["alive.incomplete"]
 
 
 @pytest.mark.parametrize("tag", ["latest", "zero_to_fp32.py", "", ".", "a/../..", "/a", "a/", " a", "a\n"])
@@ -160,8 +186,7 @@ def test_a_name_that_is_no_tag(tag: str, tmp_path: Path) -> None:
 
 def test_a_tag_within_another(tmp_path: Path) -> None:
     """A save replaces the folder of its tag, and must not take another checkpoint away with it."""
-    folders.begin(tmp_path, "a/b")
-    folders.commit(tmp_path, "a/b", latest=True)
+    folders.commit(folders.begin(tmp_path, "a/b"), tmp_path, "a/b", latest=True)
     with pytest.raises(CheckpointError, match="holds the folder b"):
         folders.begin(tmp_path, "a")
     assert folders.find(tmp_path, folders.latest(tmp_path) or "") == tmp_path / "a" / "b"

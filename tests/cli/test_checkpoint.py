@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,35 @@ def test_damage_and_wrong_folders(saved: tuple, tmp_path: Path) -> None:
     assert "interrupted" in run("checkpoint", "show", tmp_path / "x", code=2)
     assert "no such checkpoint" in run("checkpoint", "show", tmp_path / "gone", code=2)
     assert "interrupted" in run("checkpoint", "show", tmp_path / "x.incomplete", code=2)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_values_that_fp16_cannot_hold(form: str, tmp_path: Path) -> None:
+    """They would be infinite in the file. 65504 is the largest value of fp16; infinities of one's own stay."""
+    manifest = Manifest("t", {}, 0, {"master/big": TensorInfo((3,), "float32")}, {}, (), (), {}, {})
+    values = torch.tensor([1.0, float("inf"), 7e4])
+    with mock.patch.object(Archive, "read", side_effect=lambda *_: {"master/big": values.clone()}):
+        with pytest.raises(CheckpointError, match=r"big has values up to 70000, and torch\.float16 ends at 65504"):
+            write(Archive(tmp_path, manifest), tmp_path / "out", form, "fp16")
+        assert not list((tmp_path / "out").iterdir())
+        write(Archive(tmp_path, manifest), tmp_path / "out", form, "bf16")
+        values[2] = 65504.0
+        write(Archive(tmp_path, manifest), tmp_path / "again", form, "fp16")
+
+
+def test_readers_of_what_is_no_folder_of_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    for folder, tag, words in (
+        (tmp_path, None, "holds neither amsp_checkpoint.json nor a file latest"),
+        (tmp_path, "x", f"no such checkpoint: {tmp_path / 'x'}"),
+        (tmp_path / "gone", None, f"no such checkpoint: {tmp_path / 'gone'}"),
+        (tmp_path / "gone", "x", "no such checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read(str(folder), tag)
+        with pytest.raises(SystemExit):
+            zero_to_fp32.main([str(folder), str(tmp_path / "out"), *(["--tag", tag] if tag else [])])
+        assert words in capsys.readouterr().err
 
 
 def test_a_dtype_that_safetensors_does_not_know(tmp_path: Path) -> None:
