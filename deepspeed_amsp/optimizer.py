@@ -14,7 +14,7 @@ from deepspeed_amsp.comm import Communicator, waits_on_host
 from deepspeed_amsp.mesh import Mesh
 from deepspeed_amsp.optimizer_surface import OptimizerSurface
 from deepspeed_amsp.partition.accounting import Accounting
-from deepspeed_amsp.partition.buckets import bucket_layouts
+from deepspeed_amsp.partition.buckets import bucket_layouts, first_buckets
 from deepspeed_amsp.partition.grads import BucketGradients
 from deepspeed_amsp.partition.offload import STATE_KINDS, move_states
 from deepspeed_amsp.partition.optim_states import OwnedStates, cuts_allowed, make_masters
@@ -164,7 +164,9 @@ class AMSPOptimizer(OptimizerSurface):
             self._comm,
             self._mesh.gather,
             before_gather=lambda unit: self.publisher.wait_unit(unit.index),
-            on_its_way=lambda unit: self.publisher.pending_unit(unit.index),
+            published_with=first_buckets(self.units, set(self._trainable.values()), self.settings.bucket_numel)
+            if self._mesh.publish.size > 1 and self.plan.overlap.publish
+            else {},
             issued=self._agreement.issued,
             prefetch_bytes=self.plan.prefetch_bytes,
             overlap=self.plan.overlap.gather,

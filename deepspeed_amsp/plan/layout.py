@@ -279,17 +279,17 @@ def assign(
     """
     total = sum(piece.numel for group in groups for piece in group)
     share = max(total // owners, 1)
-    runs = []
-    for run in _runs(groups, bucket_numel):
+    cut = []
+    for run in runs(groups, bucket_numel):
         pieces = [piece for group in run for piece in group]
         if not whole_tensors and owners > 1:
             pieces = [block for piece in pieces for block in (piece.cut(share) if piece.numel > share else [piece])]
-        runs.append(pieces)
+        cut.append(pieces)
     loads = [0] * owners
     assigned: dict[int, list[int]] = {}
-    for index in sorted(range(len(runs)), key=lambda i: (-max(piece.numel for piece in runs[i]), i)):
-        assigned[index] = _assign(runs[index], loads)
-    return [Assigned(pieces, assigned[index]) for index, pieces in enumerate(runs)]
+    for index in sorted(range(len(cut)), key=lambda i: (-max(piece.numel for piece in cut[i]), i)):
+        assigned[index] = _assign(cut[index], loads)
+    return [Assigned(pieces, assigned[index]) for index, pieces in enumerate(cut)]
 
 
 def place(assigned: Sequence[Assigned], owners: OwnerGrid, padding_limit: float) -> list[BucketLayout]:
@@ -298,19 +298,20 @@ def place(assigned: Sequence[Assigned], owners: OwnerGrid, padding_limit: float)
     return [_place(index, *run, owners, padding_limit) for index, run in enumerate(assigned)]
 
 
-def _runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:
-    runs: list[list[Sequence[Piece]]] = []
+def runs(groups: Sequence[Sequence[Piece]], limit: int) -> list[list[Sequence[Piece]]]:
+    """Units with something in this shard, bucket by bucket: a bucket is closed before it exceeds ``limit`` elements."""
+    found: list[list[Sequence[Piece]]] = []
     size = 0
     for group in groups:
         numel = sum(piece.numel for piece in group)
         if not numel:
             continue
-        if not runs or size + numel > limit:
-            runs.append([])
+        if not found or size + numel > limit:
+            found.append([])
             size = 0
-        runs[-1].append(group)
+        found[-1].append(group)
         size += numel
-    return runs
+    return found
 
 
 def _assign(pieces: Sequence[Piece], loads: list[int]) -> list[int]:

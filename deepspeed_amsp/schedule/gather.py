@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from deepspeed_amsp.comm import Communicator, Ticket
 from deepspeed_amsp.mesh import Group
@@ -19,7 +19,8 @@ class Gatherer:
     Args:
         units: all sharded units.
         before_gather: called with a unit before its shard is read, so that its publish has arrived.
-        on_its_way: whether a unit's publish is still to be waited for, the same on all ranks.
+        published_with: bucket of each unit that is published under the next forward, in the order of their arrival, the
+            same on all ranks: what is gathered ahead follows from it, and gathers must not differ.
         issued: told the name of every unit that is gathered.
         prefetch_bytes: how far ahead of the running module gathers may be issued in forward.
         overlap: False issues every gather where it is needed and waits for it at once.
@@ -34,7 +35,7 @@ class Gatherer:
         comm: Communicator,
         group: Group,
         before_gather: Callable[[ShardedUnit], None],
-        on_its_way: Callable[[ShardedUnit], bool],
+        published_with: Mapping[int, int],
         issued: Callable[[str], None],
         prefetch_bytes: int,
         overlap: bool,
@@ -49,7 +50,9 @@ class Gatherer:
         self._comm = comm
         self._group = group
         self._before_gather = before_gather
-        self._on_its_way = on_its_way
+        self._published_with = published_with
+        self._reached = -1
+        """The last bucket, by `published_with`, of what has been gathered since the values changed."""
         self._issued = issued
         self._prefetch_bytes = prefetch_bytes
         self._overlap = overlap
@@ -117,6 +120,7 @@ class Gatherer:
 
     def values_changed(self) -> None:
         """The shards have new values: who has a unit pinned sees them. Collective where something is pinned."""
+        self._reached = -1
         for unit in self._units.values():
             if unit.pinned and unit.readable:
                 self._before_gather(unit)
@@ -142,13 +146,14 @@ class Gatherer:
                 return
             unit = self._units[index]
             if unit is not current and unit.state is not UnitState.FULL:
-                if ahead and self._on_its_way(unit):
+                if ahead and self._published_with.get(index, -1) > self._reached:
                     return
                 self._issue(unit)
                 ahead += unit.full_bytes
 
     def _issue(self, unit: ShardedUnit) -> None:
         if unit.state is UnitState.SHARDED:
+            self._reached = max(self._reached, self._published_with.get(unit.index, -1))
             self._before_gather(unit)
             full = unit.begin_gather()
             self._issued(f"the gather of {unit.name}")

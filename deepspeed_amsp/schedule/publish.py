@@ -70,10 +70,6 @@ class Publisher:
     def _route(self, bucket: WorkingBucket) -> Stages:
         return self._gathered(bucket) if self._mode.gathers(bucket.layout) else self._sent(bucket)
 
-    def pending_unit(self, unit: int) -> bool:
-        """Whether the working copies of a unit may still be those from before the last step."""
-        return bool(self._in_flight) and not self._in_flight.isdisjoint(self._buckets_of.get(unit, ()))
-
     def wait_unit(self, unit: int) -> None:
         """Make the working copies of a unit current."""
         if self._in_flight:

@@ -62,7 +62,10 @@ def _saved(cases: Mapping[str, Mapping[str, Any]], directory: str) -> dict[str, 
     for name, config in cases.items():
         engine = start(copy.deepcopy(dict(config)))
         window(engine)
-        done = engine.save_16bit_model(f"{directory}/{name}")
+        try:
+            done: Any = engine.save_16bit_model(f"{directory}/{name}")
+        except ValueError as error:
+            done = str(error)
         dist.barrier()
         engine.destroy()
         found[name] = (done, sorted(path.name for path in Path(directory, name).glob("*")))
@@ -74,8 +77,12 @@ def _saved(cases: Mapping[str, Mapping[str, Any]], directory: str) -> dict[str, 
 def test_gather_16bit_weights_on_model_save(key: str, value: bool, tmp_path: Path) -> None:
     changes = {"zero_optimization": {key: value}}
     for found in pool(WORLD).run(_saved, configs(changes, "plain 3", "zero3"), str(tmp_path)):
-        assert found["zero3"] == found["plain 3"]
-        assert found["zero3"][0] is value
+        if value:
+            assert found["zero3"] == found["plain 3"] and found["zero3"][0] is True
+        else:  # where DeepSpeed returns False, and many do not look
+            said, files = found["zero3"]
+            assert "stage3_gather_16bit_weights_on_model_save is false" in said and not files
+            assert found["plain 3"][0] is False
 
 
 def _tagged(cases: Mapping[str, Mapping[str, Any]], directory: str) -> dict[str, str]:

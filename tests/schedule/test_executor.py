@@ -129,56 +129,50 @@ def test_gathers_of_a_backward_are_ahead_of_their_use(sharding: Sharding) -> Non
             assert not {name for name in early if name.startswith(f"layers.{layer - 2}.")} or layer == 1
 
 
-def _forwards(trainer: OnRank) -> list[list[int]]:
-    """How many gathers were out when each module of a forward asked for its own: with every five units still on their
-    way after a step until one of them is waited for, and with none."""
+def _forwards(trainer: OnRank) -> tuple[dict[int, int], list[list[int]]]:
+    """In which bucket each unit is published, and how many gathers were out when each module of a forward had asked for
+    its own: in the first forward after a step, and in the second."""
     optimizer = trainer.engine.optimizer
-    gatherer, publisher = optimizer._gatherer, optimizer.publisher
-    rows, found = trainer.rows(0, 0), []
-    for publishing in (True, False):
-        trainer.backward(loss_of(trainer(rows), rows))
-        trainer.step()
-        indices = [unit.index for unit in gatherer.units]
-        assert all(publisher.pending_unit(index) for index in indices), "a step has just ended"
-        publisher.wait_all()
-        assert not any(publisher.pending_unit(index) for index in indices)
-        on_its_way, out, counts = set(range(0, len(indices), 5)) if publishing else set(), [], []
-        use, issue = gatherer.use, gatherer._comm.all_gather
+    gatherer, rows, found = optimizer._gatherer, trainer.rows(0, 0), []
+    buckets = dict(gatherer._published_with)
+    if optimizer._mesh.coordinates.param == 0:
+        assert buckets == {unit: layout.index for layout in optimizer.layouts for unit in layout.units}
+    trainer.backward(loss_of(trainer(rows), rows))
+    trainer.step()
+    use, issue = gatherer.use, gatherer._comm.all_gather
+    for _ in range(2):
+        out, counts = [], []
 
-        def noted_use(
-            *args: Any, use: Any = use, out: list[str] = out, counts: list[int] = counts, **kwargs: Any
-        ) -> None:
+        def noted_use(*args: Any, out: list[str] = out, counts: list[int] = counts, **kwargs: Any) -> None:
             use(*args, **kwargs)
             counts.append(len(out))
 
-        def noted(group: Any, shard: Any, full: Any, label: str, issue: Any = issue, out: list[str] = out) -> Any:
+        def noted(group: Any, shard: Any, full: Any, label: str, out: list[str] = out) -> Any:
             out.append(label)
             return issue(group, shard, full, label)
 
         with (
-            mock.patch.object(
-                gatherer, "_before_gather", lambda unit, left=on_its_way: left.discard(unit.index // 5 * 5)
-            ),
-            mock.patch.object(gatherer, "_on_its_way", lambda unit, left=on_its_way: unit.index // 5 * 5 in left),
             mock.patch.object(gatherer, "use", noted_use),
             mock.patch.object(gatherer._comm, "all_gather", noted),
+            torch.no_grad(),
         ):
-            loss = loss_of(trainer(rows), rows)
+            trainer(rows)
         found.append(counts)
-        trainer.backward(loss)
-        trainer.step()
-    return found
+    return buckets, found
 
 
 @over([MIXED])
 def test_a_forward_does_not_stand_until_everything_is_published(sharding: Sharding) -> None:
-    """A unit that is still being published is only gathered ahead when it is the next; what has arrived, as it fits."""
-    for mine in on_ranks(Run(sharding, Deep, observe=_forwards)):
-        publishing, settled = mine.seen
-        units = len(publishing)
-        assert units > 3
-        assert publishing == [min((number + 1) // 5 * 5 + 5, units) for number in range(units)]
-        assert settled == [units] * units
+    """A unit whose bucket is still on its way is only gathered ahead when it is the next; all others as they fit."""
+    seen = [mine.seen for mine in on_ranks(Run(sharding, Deep, observe=_forwards))]
+    assert all(buckets == seen[0][0] for buckets, _ in seen), "or ranks gather in different orders"
+    for buckets, (first, second) in seen:
+        units, last = len(buckets), max(buckets.values())
+        assert units == 20 and last > 3
+        # With the next unit, which is waited for if need be, comes all of its bucket.
+        reached = [buckets[min(number + 1, units - 1)] for number in range(units)]
+        assert first == [sum(bucket <= limit for bucket in buckets.values()) for limit in reached]
+        assert second == [units] * units
 
 
 # ---- pipeline ----------------------------------------------------------------------------------------------
