@@ -1,13 +1,13 @@
 """Does the planner's step time come true? Profile an emulated cluster, predict, measure, compare.
 
-    python -m benchmarks.plan_vs_measured                 # 2x2 and 4x2, about 15 minutes on two quiet cores
+    python -m benchmarks.plan_vs_measured                 # 2x2 and 4x2, about 25 minutes on two quiet cores
     python -m benchmarks.plan_vs_measured --cluster 2x2 --micro-batches 1 --rounds 3 --out kept.jsonl
     python -m benchmarks.plan_vs_measured --from kept.jsonl               # all launches that were kept, as one table
 
 Needs root and iproute2 (Linux). On every cluster one launch of the ranks makes a quick profile, runs the engine on
 every rank by itself (what computation takes, with hooks, copies and updates, and nothing sent), and then trains every
 plan. Predictions use the profile and the computation of the same launch, nothing that was measured on a plan. Compute
-time is emulated: every block of a real LLaMA of 13.8M parameters takes 80 ms more in forward and 160 ms more in
+time is emulated: every block of a real LLaMA of 13.8M parameters takes 160 ms more in forward and 320 ms more in
 backward, in which the CPU is free. All "nodes" share the cores of one machine, and what gloo and the kernel take of
 them is no part of a model of real nodes: the slower the links and the blocks, the smaller that part is.
 """
@@ -132,9 +132,7 @@ def on_rank(job: dict[str, Any]) -> None:
             print(POINT + json.dumps(values), flush=True)
 
     cluster = ShardFactor(RANKS_PER_NODE, dist.get_world_size() // RANKS_PER_NODE)
-    effort = profiler.quick(cluster)
-    if job["profile_seconds"]:
-        effort = replace(effort, seconds=job["profile_seconds"])
+    effort = replace(profiler.quick(cluster), seconds=job["profile_seconds"])
     profiler.measure(cluster, effort, torch.device("cpu"), [], tell)
     found = profiler.machine(cluster, torch.device("cpu"))
     computation = run_alone(job)
@@ -358,13 +356,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cluster", nargs="+", default=["2x2", "4x2"], help="nodes x 2 ranks")
     parser.add_argument("--rounds", type=int, default=1, help="how often every plan is measured")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after 2 others")
-    parser.add_argument("--nic", type=float, default=250, help="Mbit/s between nodes")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps, after 2 others")
+    parser.add_argument("--nic", type=float, default=125, help="Mbit/s between nodes")
     parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
-    parser.add_argument("--forward-ms", type=float, default=80, help="emulated time of a block; twice in backward")
+    parser.add_argument("--forward-ms", type=float, default=160, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
-    parser.add_argument("--profile-seconds", type=float, help="as --seconds of amsp profile; slow links need more")
+    parser.add_argument("--profile-seconds", type=float, default=8, help="as --seconds of amsp profile: slow links need more")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
