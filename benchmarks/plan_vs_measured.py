@@ -362,7 +362,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
     parser.add_argument("--forward-ms", type=float, default=160, help="emulated time of a block; twice in backward")
     parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
-    parser.add_argument("--profile-seconds", type=float, default=8, help="as --seconds of amsp profile: slow links need more")
+    parser.add_argument("--profile-seconds", type=float, default=8, help="of a collective, see amsp profile")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
