@@ -101,17 +101,24 @@ class OwnerUpdate:
 
     def gradient_of(self, index: int, master: Master) -> torch.Tensor:
         """The summed gradient of an owned piece, flat, in the accumulation dtype; zeros if no backward ran."""
+        return self._gradients[index].part(self._owned(index), master.slot)
+
+    def _owned(self, index: int) -> torch.Tensor:
         gradients = self._gradients[index]
         if gradients.owned is None:
             _, length = gradients.own_range
             gradients.own(torch.zeros(length, dtype=gradients.dtype, device=self._device))
-        part = gradients.owned_part(master.slot)
-        assert part is not None
-        return part
+        assert gradients.owned is not None
+        return gradients.owned
 
     def _load(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
-        for master in self._states.masters[index]:
-            if master.slot.piece.param.name in unused:
-                continue
-            gradient = self.gradient_of(index, master).to(master.value.dtype, copy=True)
-            master.value.grad = gradient.view(master.value.shape).mul_(scale.to(gradient.dtype))
+        """Give masters their gradients: views of the owner's section, which is widened and scaled in one go."""
+        masters = self._states.masters[index]
+        if not masters:
+            return
+        scaled = self._owned(index).to(masters[0].value.dtype, copy=True)
+        scaled.mul_(scale.to(scaled.dtype))
+        for master in masters:
+            if master.slot.piece.param.name not in unused:
+                gradient = self._gradients[index].part(scaled, master.slot)
+                master.value.grad = gradient.view(master.value.shape)

@@ -98,10 +98,12 @@ class BucketGradients:
 
     def owned_part(self, slot: Slot) -> torch.Tensor | None:
         """The reduced gradient of one of the owner's pieces, a flat view; None while there is none."""
-        if self.owned is None:
-            return None
+        return None if self.owned is None else self.part(self.owned, slot)
+
+    def part(self, section: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """What belongs to one of the owner's pieces in a ``section`` of the length of `own_range`, a flat view."""
         at = slot.offset - self.own_range[0]
-        return self.owned[at : at + slot.piece.numel]
+        return section[at : at + slot.piece.numel]
 
     def clear(self) -> None:
         self.staged = self.kept = self.owned = None
