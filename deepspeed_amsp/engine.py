@@ -157,10 +157,12 @@ class AMSPEngine(CheckpointingEngine):
     def _broadcast_buffers(self) -> None:
         """Buffers, too, start as the first rank's, as in DistributedDataParallel; DeepSpeed leaves them to seeds."""
         for buffer in self.module.buffers():
-            whole = buffer.contiguous()
+            if buffer.layout is not torch.strided:
+                continue  # has no bytes of its own to send
+            whole = buffer.contiguous().resolve_conj().resolve_neg()
             self._broadcast_tensor(whole)
             if whole is not buffer:
-                buffer.copy_(whole)
+                buffer.data = whole  # one that is expanded cannot be written to
 
     def _broadcast_tensor(self, tensor: torch.Tensor) -> None:
         mesh = self.amsp.mesh

@@ -30,11 +30,15 @@ class Claim:
         self._file = file
 
     def discard(self) -> None:
-        """Remove the folder, as far as that is possible, and give it up."""
+        """Remove the folder, as far as that is possible, and give it up.
+
+        If it has another name by now, it stays: what is there may be another save's.
+        """
         with suppress(OSError):
-            _empty(self.folder)
-            (self.folder / LOCK).unlink(missing_ok=True)
-            self.folder.rmdir()
+            if not self._file.closed and _is(self._file, self.folder / LOCK):
+                _empty(self.folder)
+                (self.folder / LOCK).unlink(missing_ok=True)
+                self.folder.rmdir()
         self.release()
 
     def release(self) -> None:
@@ -54,8 +58,8 @@ def take(folder: Path) -> Claim:
         OSError: of the file system.
     """
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another save has just given the folder its name
+            _make(folder)
             claim, alive = _tried(folder)
             if alive:
                 raise CheckpointError(
@@ -65,6 +69,18 @@ def take(folder: Path) -> Claim:
                 break
     _empty(folder)
     return claim
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a live save writes ``folder``, as far as its file system knows locks."""
+    if not (folder / LOCK).is_file():
+        return False
+    with suppress(OSError):
+        claim, alive = _tried(folder, certain=True)
+        if claim is not None:
+            claim.release()
+        return alive
+    return False
 
 
 def remove_abandoned(folder: Path) -> bool:
@@ -77,6 +93,16 @@ def remove_abandoned(folder: Path) -> bool:
             if claim is not None:
                 claim.discard()
     return not folder.exists()
+
+
+def _make(folder: Path) -> None:
+    """Raises FileNotFoundError: it was there, and is gone."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise
+        raise FileNotFoundError(error.errno, error.strerror, str(folder)) from error
 
 
 def _empty(folder: Path) -> None:
@@ -103,7 +129,11 @@ def _tried(folder: Path, certain: bool = False) -> tuple[Claim | None, bool]:
             file.close()
             raise
     with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+        if _is(file, folder / LOCK):
             return Claim(folder, file), False
     file.close()
     return None, False
+
+
+def _is(file: IO[bytes], path: Path) -> bool:
+    return os.path.samestat(os.fstat(file.fileno()), path.stat())

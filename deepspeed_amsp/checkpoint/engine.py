@@ -265,6 +265,7 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
         Raises:
             ValueError: on every rank, where DeepSpeed's saves nothing and returns False: parameters are sharded, and
                 gathering them is not allowed.
+            CheckpointError: on every rank, if rank 0 cannot write the file.
         """
         self._refuse_parts("save_16bit_model")
         if self._sharded and not self.zero_gather_16bit_weights_on_model_save():
@@ -273,7 +274,8 @@ class CheckpointingEngine(DeepSpeedEngine):  # type: ignore[misc]
                 "it to true in zero_optimization, or call save_checkpoint and then `amsp export`"
             )
         self._wait_for_parameters()
-        return bool(super().save_16bit_model(*args, **kwargs))
+        save = super().save_16bit_model
+        return all(together("save_16bit_model", lambda: bool(save(*args, **kwargs))))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """Whole working copies on the CPU of rank 0, gathered unit by unit; None on other ranks. Collective."""

@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_amsp.checkpoint.manifest import Manifest
 from deepspeed_amsp.checkpoint.offline import Archive
+from deepspeed_amsp.checkpoint.storage import save_object
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +57,8 @@ def export(
 
     Raises:
         CheckpointError: ``out`` is not empty, the checkpoint is damaged, safetensors has no such dtype, or a value is
-            too large for ``dtype``. No file is left then.
+            too large for ``dtype``.
+        OSError: of the file system. In either case no file is left.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty")
@@ -74,18 +76,18 @@ def export(
     counts = [f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "" for number in range(1, len(shards) + 1)]
     files, where = [out / f"{stem}{count}.{suffix}" for count in counts], {}
     write = _write_safetensors if form == "safetensors" else _write_torch
+    total = sum(entry.bytes for shard in shards for entry in shard)
     try:
-        for shard, path in zip(shards, files, strict=True):
+        for shard, path in zip(shards, list(files), strict=True):
             where.update(dict.fromkeys(write(archive, shard, path), path.name))
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            files.append(out / f"{stem}.{suffix}.index.json")
+            files[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     except BaseException:
         for path in files:
             path.unlink(missing_ok=True)
         raise
-    total = sum(entry.bytes for shard in shards for entry in shard)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        files.append(out / f"{stem}.{suffix}.index.json")
-        files[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return Exported(files, len(where), total, manifest.left_out)
 
 
@@ -124,7 +126,10 @@ def _write_torch(archive: Archive, shard: Sequence[_Entry], path: Path) -> list[
     state = {entry.name: _cast(entry, values.pop(entry.key)) for entry in shard}
     # The same tensor under a further name is stored once by torch.save.
     state.update({alias: state[name] for alias, name in archive.manifest.aliases.items() if name in state})
-    torch.save(state, path)
+    with path.open("wb") as file:
+        save_object(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     return list(state)
 
 
@@ -159,7 +164,8 @@ def _cast(entry: _Entry, value: torch.Tensor) -> torch.Tensor:
         CheckpointError: finite values would become infinite.
     """
     cast = value.to(entry.dtype)
-    if cast.dtype != value.dtype and cast.is_floating_point() and bool((cast.isinf() & value.isfinite()).any()):
+    narrower = cast.is_floating_point() and torch.finfo(cast.dtype).max < torch.finfo(value.dtype).max
+    if narrower and bool((cast.isinf() & value.isfinite()).any()):
         largest = float(value[value.isfinite()].abs().max())
         raise CheckpointError(
             f"{entry.name} has values up to {largest:.6g}, and {entry.dtype} ends at "

@@ -7,12 +7,14 @@ the old one is found there.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from deepspeed_amsp.checkpoint.claim import LOCK, Claim, remove_abandoned, take
+from deepspeed_amsp.checkpoint.claim import LOCK, Claim, in_use, remove_abandoned, take
 from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
@@ -35,6 +37,8 @@ INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 MANIFEST = "amsp_checkpoint.json"
 _CHUNK = 1 << 23
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What a file system answers that makes names durable in its own time, as several over a network do."""
 
 
 def begin(save_dir: Path, tag: str) -> Claim:
@@ -43,11 +47,14 @@ def begin(save_dir: Path, tag: str) -> Claim:
     Raises:
         OSError: the folder cannot be made.
         CheckpointError: another save is writing it; or the tag is one that names incomplete folders, or no folder in
-            ``save_dir``, or one that holds folders: checkpoints whose tags begin with this one, or what is none.
+            ``save_dir``, or a file, or a folder that holds folders: checkpoints whose tags begin with this one, or
+            what is none.
     """
     _check_new_tag(tag)
     claim = take(save_dir / (tag + INCOMPLETE))
     try:
+        if in_use(save_dir / tag):
+            raise CheckpointError(f"another save is completing {save_dir / tag}: wait for it, or choose another tag")
         settle(save_dir, tag)
         _check_replaceable(save_dir / tag)
     except BaseException:
@@ -90,15 +97,21 @@ def commit(claim: Claim, save_dir: Path, tag: str, latest: bool) -> None:
     _sync(claim.folder)
     if folder.exists():
         folder.rename(replaced)
-    claim.folder.rename(folder)
+    try:
+        claim.folder.rename(folder)
+    except OSError:
+        settle(save_dir, tag)
+        raise
     _sync(folder.parent)
     if latest:
         (folder / LATEST).rename(save_dir / LATEST)
         _sync(save_dir)
-    # The checkpoint is complete; `settle` and `sweep` remove what is left.
-    (folder / LOCK).unlink(missing_ok=True)
-    claim.release()
+    # The checkpoint is complete; `settle` and `sweep` remove what is left. The lock goes last: until then, another
+    # save of the tag does not begin, and is not disturbed.
     shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        (folder / LOCK).unlink()
+    claim.release()
 
 
 def latest(load_dir: Path) -> str | None:
@@ -115,7 +128,7 @@ def find(load_dir: Path, tag: str) -> Path:
         CheckpointError: there is only what an interrupted save has left.
     """
     _check_tag(tag)
-    for name in (tag, tag + REPLACED):
+    for name in (tag, tag + REPLACED, tag):  # a save may take its place between two looks
         if (load_dir / name).is_dir():
             return load_dir / name
     if (load_dir / (tag + INCOMPLETE)).is_dir():
@@ -206,6 +219,8 @@ def _check_new_tag(tag: str) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointError(f"{folder} is no folder, and a save of this tag would take its place; choose another tag")
     inside = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if inside:
         raise CheckpointError(
@@ -215,7 +230,7 @@ def _check_replaceable(folder: Path) -> None:
 
 def _check_tag(tag: str) -> None:
     for ending, what in ((INCOMPLETE, "of an interrupted save"), (REPLACED, "that another is taking the place of")):
-        if tag.endswith(ending):
+        if any(part.endswith(ending) for part in tag.split("/")):
             raise CheckpointError(f"the tag {tag!r} names the folder {what}; {ending} is no ending for a tag")
 
 
@@ -224,5 +239,8 @@ def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(handle)

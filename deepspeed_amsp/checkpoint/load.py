@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_amsp.checkpoint import folder as folders
+from deepspeed_amsp.checkpoint.crc import crc32
 from deepspeed_amsp.checkpoint.deepspeed_zero import ZeroCheckpoint
 from deepspeed_amsp.checkpoint.flat import FlatTensor
 from deepspeed_amsp.checkpoint.manifest import MANIFEST, STATE, Manifest, of_part, part_prefix, prefixed, read_manifest
@@ -93,7 +94,7 @@ def load(
     what = f"load_checkpoint from {load_dir / tag}"
     read: list[tuple[Checkpoint, Restore]] = []
 
-    def read_all() -> None:
+    def read_all() -> int:
         found = folders.find(load_dir, tag)
         theirs = not (found / MANIFEST).is_file() and ZeroCheckpoint.is_one(found)
         among = amsp.data_parallel
@@ -103,8 +104,13 @@ def load(
         restore = Restore(amsp, module, checkpoint.manifest, checkpoint.state, choice)
         checkpoint.read(restore.wanted)
         read.append((checkpoint, restore))
+        return crc32(repr(sorted(checkpoint.manifest.files.items())).encode())
 
-    together(what, read_all)
+    if len(set(together(what, read_all))) > 1:
+        raise CheckpointError(
+            f"{what} failed: ranks found different checkpoints there. The folder must be one that all hosts share, and "
+            f"no save may take its place meanwhile"
+        )
     checkpoint, restore = read[0]
 
     def what_may_fail() -> None:

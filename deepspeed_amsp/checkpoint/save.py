@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +95,7 @@ class Save:
         def begin() -> None:
             if dist.get_rank() == 0:
                 claims.append(folders.begin(self.save_dir, self.tag))
+                self._sweep(claims[0])
 
         try:
             together(self._what, begin)
@@ -101,9 +103,13 @@ class Save:
             for claim in claims:
                 claim.discard()
             raise
-        if claims and (removed := folders.sweep((self.save_dir / self.tag).parent, claims[0])):
-            logger.warning(f"amsp: removed what interrupted saves had left in {self.save_dir}: {', '.join(removed)}")
         return claims[0] if claims else None
+
+    def _sweep(self, claim: Claim) -> None:
+        with suppress(OSError):  # leftovers that cannot be looked at or removed keep no save from going on
+            removed = folders.sweep(claim.folder.parent, claim)
+            if removed:
+                logger.warning(f"amsp: removed what dead saves had left in {self.save_dir}: {', '.join(removed)}")
 
     def _share(self) -> Share:
         optimizer, mesh, among = self.amsp.optimizer, self.amsp.mesh, self.amsp.data_parallel

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from deepspeed_amsp.checkpoint.contents import Contents
 from deepspeed_amsp.checkpoint.flat import FlatTensor, Part, index_of, write_items
 from deepspeed_amsp.checkpoint.folder import FileInfo
 from deepspeed_amsp.checkpoint.manifest import MANIFEST, STATE, Manifest, module_key
-from deepspeed_amsp.checkpoint.storage import INDEX, write_blocks, write_index
+from deepspeed_amsp.checkpoint.storage import INDEX, save_object, write_blocks, write_index
 from deepspeed_amsp.checkpoint.together import CheckpointError
 
 SHARED = "the folder must be one that all hosts share"
@@ -89,7 +90,8 @@ class Share:
             key: replace(tensor, parts=tuple(Part(p.start, _copied(p.values)) for p in tensor.parts))
             for key, tensor in self.blocks.items()
         }
-        contents = replace(self.contents, objects=_pickled_copy(self.contents.objects))
+        objects = _pickled_copy(self.contents.objects)
+        contents = replace(self.contents, scalars=deepcopy(self.contents.scalars), objects=objects)
         head = self.head and self.head._replace(state=_pickled_copy(self.head.state))
         return replace(self, contents=contents, blocks=blocks, head=head)
 
@@ -130,7 +132,7 @@ class Share:
         files = {name: info for one in told for name, info in one.files.items()}
         write_index(self.folder, index_of([one.items for one in told]), [one.results for one in told])
         with (self.folder / STATE).open("wb") as file:
-            torch.save(self._state(everything, told), file)
+            save_object(self._state(everything, told), file)
             file.flush()
             os.fsync(file.fileno())
         for name in (STATE, INDEX):

@@ -82,7 +82,7 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
         flushes: list[Future[None]] = []
         for key, tensor in tensors.items():
             for part in tensor.parts:
-                torch.save(_alone(part.values), cast(IO[bytes], stream))
+                save_object(_alone(part.values), cast(IO[bytes], stream))
                 place = _StorageInfo(path.name, offset, stream.end_block())
                 results.append(WriteResult(MetadataIndex(key, (part.start,)), place.length, place))
                 offset += stream.blocks[-1].bytes
@@ -100,9 +100,24 @@ def write_blocks(path: Path, tensors: Mapping[str, FlatTensor]) -> tuple[list[Wr
     return results, FileInfo(offset, tuple(stream.blocks))
 
 
+def save_object(value: object, file: IO[bytes]) -> None:
+    """torch.save, with the reason why a write failed.
+
+    Raises:
+        OSError: of the file system, such as no space.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        # After a failed write it still closes its archive, finds bytes missing, and says only that.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def _alone(values: torch.Tensor) -> torch.Tensor:
-    """On the host, in a storage that holds nothing else: torch.save writes whole storages."""
-    values = values.detach().cpu()
+    """On the host, in a storage of its own with its elements in their order: torch.save writes whole storages."""
+    values = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
 
 
@@ -112,8 +127,11 @@ def _summed_once() -> Iterator[None]:
 
     The switch is for the whole process, so it is left alone beside a running script.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = get_crc32_options()
-    set_crc32_options(before and threading.current_thread() is not threading.main_thread())
+    set_crc32_options(False)
     try:
         yield
     finally:

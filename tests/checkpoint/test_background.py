@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_amsp.checkpoint.contents import Contents
 from deepspeed_amsp.checkpoint.flat import FlatTensor, Part
 from deepspeed_amsp.checkpoint.folder import check_file
 from deepspeed_amsp.checkpoint.share import Share
@@ -85,6 +86,18 @@ def _loaded(folder: str, tag: str) -> Any:
     held = held_by(engine)
     engine.destroy()
     return held
+
+
+def test_the_copy_shares_nothing_with_the_run(tmp_path: Path) -> None:
+    """Also what an optimizer keeps in lists and the like, which it may change while the save goes on."""
+    history, weights = [1.0], torch.ones(3)
+    contents = Contents(scalars={"a": {"history": history}}, objects={"b": history})
+    share = Share(tmp_path, "t", 0, 1, contents, {"c": FlatTensor(3, torch.float32, (Part(0, weights),))}, None, None)
+    copy = share.own_copy()
+    history.append(2.0)
+    weights.zero_()
+    assert copy.contents.scalars == {"a": {"history": [1.0]}} and copy.contents.objects == {"b": [1.0]}
+    assert copy.blocks["c"].parts[0].values.tolist() == [1.0, 1.0, 1.0]
 
 
 def _two_at_a_time(folder: str) -> tuple[str, list[str]]:

@@ -407,6 +407,33 @@ def test_a_save_on_rank_0_only(tmp_path: Path, fresh_pool: Any) -> None:
     assert not (tmp_path / "folder").exists()
 
 
+def _load_own_folder(spec: Spec, folder: str) -> str:
+    return refused_load(spec, f"{folder}/node{dist.get_rank()}")
+
+
+def test_ranks_that_find_different_checkpoints(good: Path, tmp_path: Path) -> None:
+    """Each is whole: node-local folders with another run's, or a save that takes the place of one while it is read."""
+    shutil.copytree(good, tmp_path / "node0")
+    pool(2).run(save, WRITER, str(tmp_path / "node1"))
+    texts = pool(2).run(_load_own_folder, READER, str(tmp_path))
+    everywhere("ranks found different checkpoints", "one that all hosts share", texts=texts)
+
+
+def _16bit_to_a_file(spec: Spec, folder: str) -> str:
+    engine = make_engine(spec)
+    with pytest.raises(RuntimeError) as caught:
+        engine.save_16bit_model(folder)
+    train_step(engine, 0)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_16bit_weights_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    texts = pool(2).run(_16bit_to_a_file, WRITER, str(tmp_path / "file"))
+    everywhere("save_16bit_model failed: rank 0", "FileExistsError", texts=texts)
+
+
 def _16bit_without_gathering(spec: Spec, folder: str) -> str:
     stage3 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
     engine = make_engine(spec.but(extra=stage3))

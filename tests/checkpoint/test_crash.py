@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,60 @@ def test_a_disk_that_is_full_for_latest(tmp_path: Path) -> None:
     assert folders.latest(tmp_path) == "t"
 
 
+def test_a_rename_that_fails(tmp_path: Path) -> None:
+    """Between the two: the old one gets its name back."""
+    claim = folders.begin(tmp_path, "t")
+    (claim.folder / "old").touch()
+    folders.commit(claim, tmp_path, "t", latest=True)
+    claim = folders.begin(tmp_path, "t")
+    plain = Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        if self.name == "t.incomplete":
+            raise OSError(28, "No space left on device")
+        return plain(self, target)
+
+    with mock.patch.object(Path, "rename", full), pytest.raises(OSError, match="No space"):
+        folders.commit(claim, tmp_path, "t", latest=True)
+    claim.discard()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["latest", "t", "t/old"]
+
+
+def test_a_save_that_is_being_completed_is_left_alone(tmp_path: Path) -> None:
+    """It has its name already, and `latest` and its lock have to follow: another of the tag neither begins, nor loses
+    its folder when the first fails then."""
+    first = folders.begin(tmp_path, "t")
+    first.folder.rename(tmp_path / "t")
+    with pytest.raises(CheckpointError, match="another save is completing"):
+        folders.begin(tmp_path, "t")
+    (tmp_path / "t.incomplete").mkdir()
+    (tmp_path / "t.incomplete" / LOCK).touch()
+    first.discard()
+    assert (tmp_path / "t" / LOCK).exists() and (tmp_path / "t.incomplete" / LOCK).exists()
+    folders.commit(folders.begin(tmp_path, "t"), tmp_path, "t", latest=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"] and not list((tmp_path / "t").iterdir())
+
+
+def test_a_file_system_that_knows_less(tmp_path: Path) -> None:
+    """Without locks, and without a way to make names durable: saves go on, and remove their own tag's remains only."""
+    for tag in ("dead", "mine"):
+        (folders.begin(tmp_path, tag).folder / "content").touch()
+    fsync = os.fsync
+
+    def only_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    unlockable = OSError(errno.ENOLCK, "No locks available")
+    with mock.patch("fcntl.flock", side_effect=unlockable), mock.patch("os.fsync", only_files):
+        claim = folders.begin(tmp_path, "mine")
+        assert [path.name for path in claim.folder.iterdir()] == [LOCK]
+        assert folders.sweep(tmp_path, claim) == []
+        folders.commit(claim, tmp_path, "mine", latest=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dead.incomplete", "latest", "mine"]
+
+
 def test_what_dead_saves_have_left_is_removed(tmp_path: Path) -> None:
     """And nothing else: neither what a live one writes, nor what is not known to be a save's."""
     for tag in ("dead", "alive", "done"):
@@ -182,6 +238,23 @@ def test_a_name_that_is_no_tag(tag: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no tag"):
         folders.begin(tmp_path, tag)
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+@pytest.mark.parametrize("tag", ["a.incomplete/b", "a.replaced/b"])
+def test_a_tag_within_what_is_removed(tag: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no ending for a tag"):
+        folders.begin(tmp_path, tag)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tag_that_is_a_file(tmp_path: Path) -> None:
+    """A save would take its place; so with a link, whose other end is not ours."""
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for tag in ("notes", "link"):
+        with pytest.raises(CheckpointError, match="is no folder"):
+            folders.begin(tmp_path, tag)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "notes"]
 
 
 def test_a_tag_within_another(tmp_path: Path) -> None:
