@@ -85,7 +85,7 @@ class Topology:
         if len(set(counts.values())) > 1:
             where = ", ".join(f"{count} on node {node}" for node, count in counts.items())
             raise TopologyError(
-                f"ranks {_listed(ranks)}, which share their parameters, are spread unevenly over nodes of "
+                f"ranks {_shortened(ranks)}, which share their parameters, are spread unevenly over nodes of "
                 f"{self.gpus_per_node} GPUs ({where}); every node needs the same number of them: change the groups of "
                 f'the mpu, or set "topology": {{"gpus_per_node": ...}} to another number.'
             )
