@@ -59,11 +59,6 @@ class DataParallel:
                 f"sequences over {self.sequence} ranks do not divide {self.size} ranks that hold the same parameters"
             )
 
-    @classmethod
-    def alone(cls, world: int, rank: int, sequence: int = 1) -> DataParallel:
-        """All ranks share all parameters: no tensor is cut by anybody else."""
-        return cls((tuple(range(world)),), tuple((other,) for other in range(world)), rank, sequence)
-
     @property
     def ranks(self) -> Ranks:
         """Those that this rank shares its parameters with, itself included, ascending."""
