@@ -59,7 +59,9 @@ def refuse_mixed_parts(model: nn.Module, data_parallel: DataParallel) -> None:
 
     It gives all of these ranks the values of the first, and the parts would never differ.
     """
-    for name, param in model.named_parameters() if data_parallel.parts > 1 else ():
+    if data_parallel.parts == 1:
+        return
+    for name, param in model.named_parameters():
         over = dist.get_process_group_ranks(vars(param)["ds_process_group"]) if is_cut(param) else []
         if not set(over) <= set(data_parallel.ranks):
             raise refusal(

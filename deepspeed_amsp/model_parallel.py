@@ -130,10 +130,8 @@ def _asked(mpu: Any) -> _Said:
     for what, mine in (("data", data), ("model", model)):
         if dist.get_rank() not in mine:
             return _Said(problem=f"gives a {what}-parallel group that this rank is not in")
-    said, found = (
-        (int(mpu.get_model_parallel_rank()), int(mpu.get_model_parallel_world_size())),
-        (model.index(dist.get_rank()), len(model)),
-    )
+    said = int(mpu.get_model_parallel_rank()), int(mpu.get_model_parallel_world_size())
+    found = model.index(dist.get_rank()), len(model)
     if said != found:
         # A checkpoint names parts by their number, and another run must find the same part under it.
         return _Said(problem=f"says that this rank is model-parallel rank {said[0]} of {said[1]}, but in its group, "
