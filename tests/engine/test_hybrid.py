@@ -535,7 +535,7 @@ def test_one_error_on_every_rank(kind: str, changes: dict[str, Any], words: list
 def test_groups_that_lie_unevenly_on_the_nodes() -> None:
     """Said without ranks: who is where is arithmetic."""
     share = DataParallel(((0, 1, 2, 4), (3, 5, 6, 7)), ((0, 3), (1, 5), (2, 6), (4, 7)), rank=0)
-    with pytest.raises(TopologyError, match=r"ranks \[0, 1, 2, 4\].*unevenly.*3 on node 0, 1 on node 1"):
+    with pytest.raises(TopologyError, match=r"ranks \[0, 1, 2, 4\].*unevenly.*node 0: 3, node 1: 1"):
         share.topology(Topology(8, 4))
     assert share.topology(Topology(8, 8)) == Topology(4, 4)
     crossed = DataParallel(((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)), rank=6)
@@ -543,6 +543,8 @@ def test_groups_that_lie_unevenly_on_the_nodes() -> None:
     zero1 = Sharding(ONE, ONE, TWO_NODES, TWO_NODES)
     assert crossed.orders(Topology(8, 4), zero1) == crossed.groups
     apart = DataParallel(((0, 1), (2, 3)), ((0, 2), (1, 3)), rank=0)
+    with pytest.raises(TopologyError, match=r"\[0 1 2 3\] \[0 2\], do not hold each of ranks 0 to 3 once"):
+        replace(apart, groups=((0, 1, 2, 3), (0, 2)), models=((0, 1), (2,), (3,)))  # rank 0 alone was given an mpu
     with pytest.raises(TopologyError, match="must have one rank of each data-parallel group"):
         replace(apart, models=((0, 1), (2, 3)))
     with pytest.raises(TopologyError, match="differ in how many"):
