@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from deepspeed_amsp.about import shortened
 from deepspeed_amsp.placement import place_nodes
 from deepspeed_amsp.plan.factors import Sharding
-from deepspeed_amsp.topology import Topology, TopologyError
+from deepspeed_amsp.topology import Topology, TopologyError, counted
 
 Ranks = tuple[int, ...]
 
@@ -38,7 +38,7 @@ class DataParallel:
 
     def __post_init__(self) -> None:
         """Check that both kinds of group divide the ranks, and that they cross each other."""
-        world = sum(map(len, self.groups))
+        world = 1 + max(rank for group in (*self.groups, *self.models) for rank in group)
         for what, groups in (("data", self.groups), ("model", self.models)):
             if sorted(rank for group in groups for rank in group) != list(range(world)):
                 raise TopologyError(
@@ -58,11 +58,6 @@ class DataParallel:
             raise TopologyError(
                 f"sequences over {self.sequence} ranks do not divide {self.size} ranks that hold the same parameters"
             )
-
-    @classmethod
-    def alone(cls, world: int, rank: int, sequence: int = 1) -> DataParallel:
-        """All ranks share all parameters: no tensor is cut by anybody else."""
-        return cls((tuple(range(world)),), tuple((other,) for other in range(world)), rank, sequence)
 
     @property
     def ranks(self) -> Ranks:
@@ -131,8 +126,8 @@ class DataParallel:
     def _topologies(self, run: Topology) -> list[Topology]:
         found = [run.of(ranks) for ranks in self.groups]
         if len({topology.gpus_per_node for topology in found}) > 1:
-            counts = ", ".join(
-                f"{_shown(ranks)}: {topology.gpus_per_node}" for ranks, topology in zip(self.groups, found, strict=True)
+            counts = counted(
+                [(_shown(ranks), topology.gpus_per_node) for ranks, topology in zip(self.groups, found, strict=True)]
             )
             raise TopologyError(
                 f"the data-parallel groups of the mpu differ in how many of their ranks a node of {run.gpus_per_node} "

@@ -33,6 +33,7 @@ from deepspeed_amsp.model_checks import (
     is_compiled,
     refusal,
     refuse_config,
+    refuse_mixed_parts,
     refuse_model,
     refuse_scripted,
 )
@@ -66,6 +67,7 @@ class AMSPEngine(CheckpointingEngine):
         assert block is not None, "AMSPEngine is only made for an enabled amsp block"
         refuse_model(model)
         share = find_data_parallel(kwargs.get("mpu"), kwargs.get("mesh_device"), from_every_rank)
+        refuse_mixed_parts(model, share)
         refuse_config(config_class._param_dict, config_class.world_size, share)
         table = block.topology.leaf_switches
         topology = detect_topology(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from torch import nn
@@ -51,6 +52,24 @@ def refuse_model(model: nn.Module) -> None:
             raise refusal("amsp", f"zero.Init has put {name} on NVMe; build the model without a remote_device")
         if isinstance(getattr(param, "_z3_optimizer", None), StateAccess):
             raise refusal("amsp", "another amsp engine was made over this model; destroy that one first")
+
+
+def refuse_mixed_parts(model: nn.Module, data_parallel: DataParallel) -> None:
+    """Raises ConfigError where zero.Init has cut parameters over ranks that hold different parts of the model.
+
+    It gives all of these ranks the values of the first, and the parts would never differ.
+    """
+    if data_parallel.parts == 1:
+        return
+    for name, param in model.named_parameters():
+        over = dist.get_process_group_ranks(vars(param)["ds_process_group"]) if is_cut(param) else []
+        if not set(over) <= set(data_parallel.ranks):
+            raise refusal(
+                "mpu",
+                f"deepspeed.zero.Init has cut {name} over ranks of several model-parallel parts, and given all of them "
+                f"the values of one: pass it data_parallel_group=mpu.get_data_parallel_group(), or build the model "
+                f"without it",
+            )
 
 
 def refuse_taken(model: nn.Module, stage: int) -> None:

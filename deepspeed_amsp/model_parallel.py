@@ -5,7 +5,7 @@ Both are asked for what DeepSpeed's own engine asks them for (utils/groups.py of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -46,10 +46,14 @@ class _Said(NamedTuple):
 
 
 def refuse_mpu(mpu: Any) -> None:
-    """Raises ConfigError for an mpu that DeepSpeed could not work with, or that stands for what cannot stand here."""
-    problem = next(_problems(mpu), None) if mpu is not None else None
-    if problem is not None:
-        raise ConfigError([Problem("mpu", problem)])
+    """Raises ConfigError for an mpu that lacks what DeepSpeed's config asks for.
+
+    What else may be wrong with it is found by `find_data_parallel`, so that a rank that is told something else than the
+    others does not leave them waiting.
+    """
+    lacks = _lacks(mpu) if mpu is not None else ""
+    if lacks:
+        raise ConfigError([Problem("mpu", lacks)])
 
 
 def batch_ranks(mpu: Any, mesh_device: Any, sequence_parallel_size: Any) -> int | None:
@@ -103,8 +107,11 @@ def _said(mpu: Any, mesh_device: Any) -> _Said:
     if mesh_device is not None:
         return _Said(problem="stands beside a mesh of data and sequence parallelism (mesh_param, or data_parallel_size "
                              "in the config); give one of the two")  # fmt: skip
-    problem = next(_problems(mpu), None)
-    return _Said(problem=problem) if problem is not None else _asked(mpu)
+    try:
+        problem = _lacks(mpu) or _beside(mpu)
+        return _Said(problem=problem) if problem else _asked(mpu)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must hear of it
+        return _Said(problem=f"raised {type(error).__name__} when it was asked for its groups and sizes: {error}")
 
 
 def _asked(mpu: Any) -> _Said:
@@ -123,24 +130,35 @@ def _asked(mpu: Any) -> _Said:
     for what, mine in (("data", data), ("model", model)):
         if dist.get_rank() not in mine:
             return _Said(problem=f"gives a {what}-parallel group that this rank is not in")
+    said = int(mpu.get_model_parallel_rank()), int(mpu.get_model_parallel_world_size())
+    found = model.index(dist.get_rank()), len(model)
+    if said != found:
+        # A checkpoint names parts by their number, and another run must find the same part under it.
+        return _Said(problem=f"says that this rank is model-parallel rank {said[0]} of {said[1]}, but in its group, "
+                             f"counted in ascending order, it is {found[0]} of {found[1]}")  # fmt: skip
     return _Said(data, model, sequence)
 
 
-def _problems(mpu: Any) -> Iterator[str]:
-    """What is wrong with an mpu, as sentences that go on after its name."""
+def _lacks(mpu: Any) -> str:
+    """What an mpu does not have, as a sentence that goes on after its name; empty if it has all."""
     sequence = any(hasattr(mpu, name) for name in _SEQUENCE)
     needed = (*(() if _only_sequences(mpu) else _MEGATRON), *(_SEQUENCE if sequence else ()))
     missing = [name for name in needed if not hasattr(mpu, name)]
-    if missing:
-        yield f"has no {', '.join(missing)}; DeepSpeed asks for these, as Megatron's parallel_state has them"
-        return
+    if not missing:
+        return ""
+    return f"has no {', '.join(missing)}; DeepSpeed asks for these, as Megatron's parallel_state has them"
+
+
+def _beside(mpu: Any) -> str:
+    """What an mpu stands for that cannot stand here, as `_lacks`."""
     pipe = bwc_pipeline_parallel_world_size(mpu)
     if pipe > 1:
-        yield f"has {pipe} pipeline stages; pipeline parallelism cannot stand beside an amsp block, set it to 1"
+        return f"has {pipe} pipeline stages; pipeline parallelism cannot stand beside an amsp block, set it to 1"
     for name, what in _NOT_BESIDE.items():
         asked: Callable[[], int] | None = getattr(mpu, name, None)
         if asked is not None and asked() > 1:
-            yield f"says {name}() = {asked()}; {what} cannot stand beside an amsp block"
+            return f"says {name}() = {asked()}; {what} cannot stand beside an amsp block"
+    return ""
 
 
 def _only_sequences(mpu: Any) -> bool:

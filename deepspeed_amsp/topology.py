@@ -83,9 +83,9 @@ class Topology:
         """
         counts = Counter(self.node_of(rank) for rank in ranks)
         if len(set(counts.values())) > 1:
-            where = ", ".join(f"{count} on node {node}" for node, count in counts.items())
+            where = counted([(f"node {node}", count) for node, count in counts.items()])
             raise TopologyError(
-                f"ranks {_listed(ranks)}, which share their parameters, are spread unevenly over nodes of "
+                f"ranks {_shortened(ranks)}, which share their parameters, are spread unevenly over nodes of "
                 f"{self.gpus_per_node} GPUs ({where}); every node needs the same number of them: change the groups of "
                 f'the mpu, or set "topology": {{"gpus_per_node": ...}} to another number.'
             )
@@ -227,7 +227,7 @@ def _split(world_size: int, local: int) -> list[int]:
 
 
 def counted(hosts: Sequence[tuple[str, int]]) -> str:
-    """(host, how many) as "a: 8, b: 4"; of many hosts only those that differ from most, and how many those are."""
+    """(host or node, how many) as "a: 8, b: 4"; of many only those that differ from most, and how many those are."""
     if len(hosts) <= SHOWN_HOSTS:
         return ", ".join(f"{name}: {count}" for name, count in hosts)
     usual, _ = Counter(count for _, count in hosts).most_common(1)[0]

@@ -49,13 +49,14 @@ def show(path: Annotated[Path, _PATH]) -> None:
         fail("checkpoint show", str(error))
     manifest, plan = archive.manifest, archive.manifest.plan
     factors = ", ".join(f"{name} {plan['sharding'][name]}" for name in COMPONENTS)
+    parts = ""
+    if manifest.parts > 1:
+        parts = f" of each of {manifest.parts} model-parallel parts (names begin with mp_rank_00. and so on)"
     lines = [
         f"{archive.folder}: tag {manifest.tag}, step {manifest.global_steps}",
-        f"written by {plan['world_size']} ranks {plan['data_parallel']}: {factors}",
+        f"written by {plan['world_size']} ranks {plan['data_parallel']}{parts}: {factors}",
         "with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     ]
-    if manifest.parts > 1:
-        lines.append(f"of each of {manifest.parts} model-parallel parts, whose names begin with mp_rank_00. and so on")
     if manifest.left_out:
         lines.append(f"{len(manifest.left_out)} frozen parameters were left out on purpose")
     rows = tuple((what, dtype, f"{count}", f"{size:,}") for what, dtype, count, size in archive.kinds())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
 from deepspeed_amsp.checkpoint.offline import open_archive
+from deepspeed_amsp.cli.app import app
 from deepspeed_amsp.data_parallel import DataParallel
 from deepspeed_amsp.plan.factors import ShardFactor, Sharding
 from deepspeed_amsp.topology import Topology, TopologyError
@@ -354,6 +357,8 @@ def test_a_checkpoint_holds_every_part(tmp_path: Path) -> None:
     assert_equals([seen for seen, _ in found], want, parts=2)
     for _, (whole, mismatch) in found:
         assert "mp_rank_00." in whole and "2 model-parallel parts, and here are 1" in mismatch
+    shown = CliRunner().invoke(app, ["checkpoint", "show", str(tmp_path)]).output
+    assert "written by 2 ranks [2, 1] of each of 2 model-parallel parts" in shown, shown
     manifest = open_archive(tmp_path).manifest
     assert {"mp_rank_00.up.weight", "mp_rank_01.up.weight", "mp_rank_01.norm.bias"} < manifest.names()
     assert "mp_rank_01.down.bias" not in manifest.names(), "the first part's alone"
@@ -447,8 +452,29 @@ class Lacking(hybrid.Mpu):
 
 
 class Piped(hybrid.Mpu):
+    """On rank 2 alone."""
+
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return 2
+        return 2 if self._rank == 2 else 1
+
+
+class Raising(hybrid.Mpu):
+    """As Megatron's, where rank 1 has not made its groups."""
+
+    def get_model_parallel_group(self) -> Any:
+        assert self._rank != 1, "model parallel group is not initialized"
+        return super().get_model_parallel_group()
+
+
+class Reversed(hybrid.Mpu):
+    """Parts are counted from the last rank of a group on."""
+
+    def get_model_parallel_rank(self) -> int:
+        return self._parts - 1 - super().get_model_parallel_rank()
+
+
+class UnderZeroInit(hybrid.Mpu):
+    """Beside a model that zero.Init cuts over all ranks."""
 
 
 class OnOneRank(hybrid.Mpu):
@@ -471,15 +497,24 @@ class Uneven(hybrid.Mpu):
 
 
 def _with_mpu(run: Run, kind: str) -> None:
-    mpu = {one.__name__: one for one in (hybrid.Mpu, Lacking, Piped, OnOneRank, Uneven)}[kind](run.parts)
-    engine_for(run, hybrid.Block(), mpu=mpu)
+    import deepspeed
+
+    kinds = (hybrid.Mpu, Lacking, Piped, Raising, Reversed, UnderZeroInit, OnOneRank, Uneven)
+    mpu = {one.__name__: one for one in kinds}[kind](run.parts)
+    cut = kind == "UnderZeroInit"
+    with deepspeed.zero.Init(config_dict_or_path=run.ds_config(), mpu=mpu) if cut else nullcontext():
+        model = hybrid.Block()
+    engine_for(run, model, mpu=mpu)
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
         ("Lacking", {}, ["mpu", "has no get_model_parallel_group, get_data_parallel_rank"]),
-        ("Piped", {}, ["mpu", "2 pipeline stages"]),
+        ("Piped", {}, ["mpu", "on rank 2", "2 pipeline stages"]),
+        ("Raising", {}, ["mpu", "on rank 1", "AssertionError", "model parallel group is not initialized"]),
+        ("Reversed", {}, ["mpu", "model-parallel rank 1 of 2", "it is 0 of 2"]),
+        ("UnderZeroInit", {}, ["mpu", "has cut gate", "data_parallel_group=mpu.get_data_parallel_group()"]),
         ("OnOneRank", {}, ["mpu", "on rank 1", "size is 2", "4 ranks"]),
         ("Uneven", {"extra": {"train_batch_size": None}}, ["[0 1 2] [3]", "differ in size"]),
         ("Mpu", {"per_node": 1, "parts": 4}, ["parameters", "W = 1"]),
@@ -500,24 +535,16 @@ def test_one_error_on_every_rank(kind: str, changes: dict[str, Any], words: list
 def test_groups_that_lie_unevenly_on_the_nodes() -> None:
     """Said without ranks: who is where is arithmetic."""
     share = DataParallel(((0, 1, 2, 4), (3, 5, 6, 7)), ((0, 3), (1, 5), (2, 6), (4, 7)), rank=0)
-    with pytest.raises(TopologyError, match=r"ranks 0, 1, 2, 4.*unevenly.*3 on node 0, 1 on node 1"):
+    with pytest.raises(TopologyError, match=r"ranks \[0, 1, 2, 4\].*unevenly.*node 0: 3, node 1: 1"):
         share.topology(Topology(8, 4))
     assert share.topology(Topology(8, 8)) == Topology(4, 4)
     crossed = DataParallel(((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)), rank=6)
     assert crossed.topology(Topology(8, 4)) == Topology(4, 2) and crossed.part == 1
     zero1 = Sharding(ONE, ONE, TWO_NODES, TWO_NODES)
     assert crossed.orders(Topology(8, 4), zero1) == crossed.groups
-    apart = DataParallel(
-        (
-            (0, 1),
-            (
-                2,
-                3,
-            ),
-        ),
-        ((0, 2), (1, 3)),
-        rank=0,
-    )
+    apart = DataParallel(((0, 1), (2, 3)), ((0, 2), (1, 3)), rank=0)
+    with pytest.raises(TopologyError, match=r"\[0 1 2 3\] \[0 2\], do not hold each of ranks 0 to 3 once"):
+        replace(apart, groups=((0, 1, 2, 3), (0, 2)), models=((0, 1), (2,), (3,)))  # rank 0 alone was given an mpu
     with pytest.raises(TopologyError, match="must have one rank of each data-parallel group"):
         replace(apart, models=((0, 1), (2, 3)))
     with pytest.raises(TopologyError, match="differ in how many"):
