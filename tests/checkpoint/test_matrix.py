@@ -125,6 +125,25 @@ def test_going_on_elsewhere(name: str, spec: Spec, saved: dict, resumed: Callabl
     _close(end, truth.end, 1e-5, 1e-6)  # type: ignore[attr-defined]
 
 
+def _handed_on(spec: Spec, folder: str, to: str) -> object:
+    engine = make_engine(spec, seed=99)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(to)
+    held = held_by(engine)
+    engine.destroy()
+    return held
+
+
+def test_from_four_to_eight_to_three_to_one(saved: dict, tmp_path: Path) -> None:
+    """Every link of the chain saves what it has loaded: masters and optimizer states stay the same bits."""
+    folder, straight = saved["unequal"]
+    then = merged([mine.then for mine in straight])
+    for spec in (Spec(8, 4, "zero1"), Spec(3, 3, "zero3"), Spec(1, 1, "ddp")):
+        to = tmp_path / str(spec.world)
+        _equal(merged(pool(spec.world).run(_handed_on, spec, str(folder), str(to))), then)
+        folder = to
+
+
 # ---- 16-bit working copies ---------------------------------------------------------------------------------
 
 HALF_PRECISION = Spec(4, 2, (NODE, NODE, ALL), bf16=True)
