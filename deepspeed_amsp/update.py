@@ -113,12 +113,12 @@ class OwnerUpdate:
 
     def _load(self, index: int, scale: torch.Tensor, unused: Collection[str]) -> None:
         """Give masters their gradients: views of the owner's section, which is widened and scaled in one go."""
-        masters = self._states.masters[index]
+        masters, gradients = self._states.masters[index], self._gradients[index]
         if not masters:
             return
-        scaled = self._owned(index).to(masters[0].value.dtype, copy=True)
+        used = gradients.layout.owned_numel(gradients.owner)  # what pads the section behind it takes no memory
+        scaled = self._owned(index)[:used].to(masters[0].value.dtype, copy=True)
         scaled.mul_(scale.to(scaled.dtype))
         for master in masters:
             if master.slot.piece.param.name not in unused:
-                gradient = self._gradients[index].part(scaled, master.slot)
-                master.value.grad = gradient.view(master.value.shape)
+                master.value.grad = gradients.part(scaled, master.slot).view(master.value.shape)
