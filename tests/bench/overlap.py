@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -139,14 +139,9 @@ def plain_of(measured: Sequence[Measured], row: Row) -> Measured | None:
     return find(measured, factors=None, nic_mbit=row.nic_mbit, micro_batches=row.micro_batches)
 
 
-def over_floor(one: Measured, plain: Measured) -> list[float]:
-    """Seconds a step over max(computation, communication that cannot be avoided), both of the same round."""
-    return [seconds / one.row.floor_s(plain.phases[number]) for number, seconds in one.seconds.items()]
-
-
-def over_reachable(one: Measured, plain: Measured) -> list[float]:
-    """Seconds a step over `Row.reachable_s`, both of the same round."""
-    return [seconds / one.row.reachable_s(plain.phases[number]) for number, seconds in one.seconds.items()]
+def over(one: Measured, plain: Measured, best: Callable[[Row, Phases], float]) -> list[float]:
+    """Seconds a step over the ``best`` there can be for the computation of ``plain``, both of the same round."""
+    return [seconds / best(one.row, plain.phases[number]) for number, seconds in one.seconds.items()]
 
 
 def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
@@ -179,7 +174,10 @@ def table_of(measured: Sequence[Measured], nic: float, lo: float) -> Table:
         if row.factors is not None and plain is not None:
             compute = plain.typical
             words.append(f"{row.floor_s(compute):.3f}")
-            words += [f"{median(over_floor(one, plain)):.3f}", f"{median(over_reachable(one, plain)):.3f}"]
+            words += [
+                f"{median(over(one, plain, Row.floor_s)):.3f}",
+                f"{median(over(one, plain, Row.reachable_s)):.3f}",
+            ]
         else:
             words += ["", "", ""]
         table.add_row(*words, verdicts.get(id(one), ""))
@@ -213,8 +211,13 @@ def findings(measured: Sequence[Measured], args: argparse.Namespace) -> Table:
     on = find(measured, factors=IN_NODE, micro_batches=1, nic_mbit=args.nic, overlap="full")
     plain = plain_of(measured, on.row) if on else None
     if on and plain:
-        line(f"{on.row.plan}: step / max(compute, communication)", over_floor(on, plain), 1.12, at_least=False)
-        line(f"{on.row.plan}: step / what block by block can reach", over_reachable(on, plain), 1.12, at_least=False)
+        line(f"{on.row.plan}: step / max(compute, communication)", over(on, plain, Row.floor_s), 1.12, at_least=False)
+        line(
+            f"{on.row.plan}: step / what block by block can reach",
+            over(on, plain, Row.reachable_s),
+            1.12,
+            at_least=False,
+        )
     one = find(measured, factors=IN_NODE, nic_mbit=args.slow_nic, micro_batches=1)
     two = find(measured, factors=ACROSS, nic_mbit=args.slow_nic, hierarchical=True)
     if one and two:
