@@ -36,7 +36,7 @@ from deepspeed_amsp.plan.profile import Entry, Op, Point, Profile
 from deepspeed_amsp.plan.resolve import Plan
 from deepspeed_amsp.plan.specs import ModelSpec, TrainSpec
 from deepspeed_amsp.plan.timeline import Compute, StepTime, step_time
-from tests.bench.rows import CONFIG, MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
+from tests.bench.rows import BLOCK_BUCKET, CONFIG, MODEL, RESULT, WARM_UP_STEPS, Factors, Phases, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 POINT, MACHINE, ALONE = "POINT ", "MACHINE ", "ALONE "
@@ -187,7 +187,7 @@ def predict(model: ModelSpec, row: Row, nodes: int, profile: Profile, compute: C
     assert row.factors is not None
     p, g, states = (ShardFactor(*pair) for pair in row.factors)
     sharding = Sharding(p, g, states, ShardFactor(RANKS_PER_NODE, nodes))
-    plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_bytes)
+    plan = Plan(sharding, hierarchical=row.hierarchical, bucket_bytes=row.bucket_of_shard)
     train = TrainSpec(sequence=64, micro_batches=row.micro_batches, padding_limit=1.0)
     return step_time(model, plan, train, profile, compute)
 
@@ -361,7 +361,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="values of M")
     parser.add_argument("--forward-ms", type=float, default=160, help="emulated time of a block; twice in backward")
-    parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
+    parser.add_argument("--bucket-bytes", type=int, default=BLOCK_BUCKET, help="of parameters, a block by default")
     parser.add_argument("--profile-seconds", type=float, default=8, help="of a collective, see amsp profile")
     parser.add_argument("--out", type=Path, help="append all that is measured to this file, a line a cluster")
     parser.add_argument("--from", dest="saved", type=Path, help="predict again for what --out has kept")

@@ -126,22 +126,48 @@ SUMMED_AT_ONCE = 1 << 16
 """Elements whose fp32 sum is formed in the processor's cache."""
 
 
-def sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of ``parts`` [ranks, n] to ``out`` [n]: formed in fp32 at least and in rank order, rounded once.
+def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of ``parts``, each [n], to ``out`` [n]: formed in fp32 at least and in their order, rounded once.
 
     ``out`` shares no memory with ``parts``.
     """
-    if len(parts) == 2 and parts.dtype == out.dtype:
+    if len(parts) == 2 and parts[0].dtype == out.dtype:
         # One addition is done wide and rounded once anyway, and in a sixth of the time.
         torch.add(parts[0], parts[1], out=out)
         return
-    wide = torch.promote_types(parts.dtype, torch.float32)
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
     for start in range(0, out.numel(), SUMMED_AT_ONCE):
-        first, *others = parts[:, start : start + SUMMED_AT_ONCE]
+        first, *others = (part[start : start + SUMMED_AT_ONCE] for part in parts)
         total = first.to(wide, copy=True)
         for part in others:
             total.add_(part.to(wide))
         out[start : start + SUMMED_AT_ONCE].copy_(total)
+
+
+def exchange(
+    sections: Sequence[torch.Tensor], ranks: Sequence[int], index: int, group: Any
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Send every rank of a gloo group its section; the messages under way, and everybody's section for this rank.
+
+    Gloo runs two collectives of a group at a time, in order, so one that sends much and receives little would keep
+    those behind it from the other direction of the link. Messages wait for nothing but their own direction.
+
+    Args:
+        sections: what each rank is to get, by its index, contiguous.
+        ranks: global ranks of the group, this one at ``index``.
+
+    Returns:
+        works, to be waited for, and by index what each rank has for this one, shaped like its own section.
+    """
+    mine = sections[index]
+    peers = [place for place in range(len(ranks)) if place != index]
+    incoming = [mine if place == index else torch.empty_like(mine) for place in range(len(ranks))]
+    works: list[Any] = []
+    if mine.numel():
+        # First: a sender waits to hear that its receiver is ready, which travels behind what was sent before.
+        works += [dist.irecv(incoming[place], ranks[place], group=group) for place in peers]
+    works += [dist.isend(sections[place], ranks[place], group=group) for place in peers if sections[place].numel()]
+    return works, incoming
 
 
 def waits_on_host(device: torch.device) -> bool:
@@ -260,8 +286,8 @@ class Communicator:
     ) -> Ticket:
         """``mine`` [splits[index]] becomes the sum over the group of its section of ``sections`` [sum(splits)].
 
-        gloo's own reduce-scatter is an AllReduce that moves twice the bytes, so CPU tensors go through an
-        all-to-all and are summed here in fp32 and in rank order. Unequal splits have no single NCCL call
+        gloo's own reduce-scatter is an AllReduce that moves twice the bytes, so CPU tensors go from rank to rank
+        (see `exchange`) and are summed here in fp32 and in rank order. Unequal splits have no single NCCL call
         and become one Reduce per section.
         """
         entry = self._log("reduce_scatter", group, sections, label)
@@ -285,7 +311,12 @@ class Communicator:
         """``buffer`` becomes that of the rank with group index ``source``, in place."""
         entry = self._log("broadcast", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
-            work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
+            if group.size == 2 and waits_on_host(buffer.device):
+                # One message, which no collective of the group holds up: see `exchange`.
+                send_or_receive = dist.isend if group.index == source else dist.irecv
+                work = send_or_receive(buffer, group.ranks[1 - group.index], group=group.handle)
+            else:
+                work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
         return self._ticket(entry, [work], [buffer])
 
     def all_gather_objects(self, group: Group, value: Any) -> list[Any]:
@@ -299,14 +330,12 @@ class Communicator:
     def _exchange_and_sum(
         self, entry: LogEntry, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
     ) -> Ticket:
-        size, own = group.size, splits[group.index]
-        received = sections.new_empty(size * own)
-        work = dist.all_to_all_single(received, sections, [own] * size, list(splits), group=group.handle, async_op=True)
+        works, parts = exchange(sections.split(list(splits)), group.ranks, group.index, group.handle)
 
         def total() -> None:
-            sum_in_order(received.view(size, own), mine)
+            sum_in_order(parts, mine)
 
-        return self._ticket(entry, [work], [sections, mine], total)
+        return self._ticket(entry, works, [sections, mine, parts], total)
 
     def _reduce_each(
         self, entry: LogEntry, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]

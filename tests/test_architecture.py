@@ -124,8 +124,9 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
         ),
         (
             "calls tensor collectives",
-            r"dist\.(all_reduce|reduce|broadcast|all_to_all|reduce_scatter|all_gather|gather|scatter|barrier)\w*\(",
-            {"comm.py", "compare/fair.py"},
+            r"dist\.(all_reduce|reduce|broadcast|all_to_all|reduce_scatter|all_gather|gather|scatter|barrier)\w*\("
+            r"|dist\.(i?send|i?recv|batch_isend_irecv)\b",
+            {"comm.py"},
         ),
         (
             "registers hooks",

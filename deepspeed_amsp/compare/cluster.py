@@ -1,9 +1,9 @@
 """A cluster of several nodes with slow links, emulated on one Linux machine.
 
 A node is a network namespace with one NIC, ``e0`` (10.77.0.<node + 1>); a bridge in a namespace of its own joins
-them, so nothing is added to the machine's own network. Both ends of a NIC are limited by a token bucket. Ranks of
-one node talk over its ``lo``. Waiting for a slow link costs no CPU time, so ratios of step times repeat within a
-few percent even when the ranks share two cores.
+them, so nothing is added to the machine's own network. Both ends of a NIC are limited by a token bucket, and TCP is
+Reno's everywhere. Ranks of one node talk over its ``lo``. Waiting for a slow link costs no CPU time, so ratios of
+step times repeat within a few percent even when the ranks share two cores.
 
     with emulated_cluster(ClusterSpec(nodes=2, ranks_per_node=2, nic_mbit=500)) as cluster:
         cluster.run([sys.executable, "train.py"], timeout_s=300)
@@ -33,6 +33,10 @@ from deepspeed_amsp.compare.launch import PORTS, OnLine, RankCommand, free_port,
 
 PAYLOAD_SHARE = 0.955
 """Of a NIC's rate, what is left for the payload of TCP over Ethernet frames of 1500 bytes."""
+
+CONGESTION_CONTROL = "reno"
+"""Of the nodes' TCP, whatever the machine's own is, and what every kernel has. With BBR, the default of some hosts, a
+connection goes on for a while at the rate that it had beside others, and a link stands half idle meanwhile."""
 
 _PREFIX = "amsp-"
 _OWNED = re.compile(rf"{_PREFIX}(\d+)-\d+-(?:sw|n\d+)")
@@ -212,6 +216,7 @@ class Cluster(Loopback):
             self._join(switch, bridges, self.spec.spine_mbit)
         for node, name in enumerate(self.namespaces):
             self._add(name)
+            _congestion_control(name)
             port = f"p{node}"
             _tool("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "e0", "netns", name)
             _tool("ip", "-n", switch, "link", "set", port, "master", bridges[node * len(bridges) // self.spec.nodes])
@@ -338,6 +343,11 @@ def _shape(namespace: str, link: str, mbit: float) -> None:
     _tool("ip", "-n", namespace, "link", "set", link, "gso_max_size", "16384", "gso_max_segs", "8")
     _limit(namespace, link, mbit, "burst", "64kb", "limit", "4mb")
     _tool("ip", "-n", namespace, "link", "set", link, "up")
+
+
+def _congestion_control(namespace: str) -> None:
+    setting = f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
+    _tool("ip", "netns", "exec", namespace, "sh", "-c", setting)
 
 
 def _limit(namespace: str, link: str, mbit: float, *bucket: str) -> None:

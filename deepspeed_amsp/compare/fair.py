@@ -3,31 +3,32 @@ is imported, in every rank, whatever it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_amsp.comm import sum_in_order
+from deepspeed_amsp.comm import exchange, sum_in_order
 
 
 class _Summing:
     """A reduce-scatter on its way; `wait` sums what has arrived."""
 
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None]) -> None:
+        self._works = works
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self._works)
 
 
 def reduce_scatter(
@@ -41,20 +42,20 @@ def reduce_scatter(
 
     output: [n]; input: [n * ranks], any shape that is contiguous. As torch's function of this name otherwise.
     """
-    size = dist.get_world_size(group)
-    received = torch.empty_like(input.reshape(-1))
-    work = dist.all_to_all_single(received, input.reshape(-1), group=group, async_op=True)
+    ranks = dist.get_process_group_ranks(group)
+    sections = input.reshape(len(ranks), output.numel()).unbind()
+    works, parts = exchange(sections, ranks, dist.get_rank(group), group)
 
     def total() -> None:
-        parts, flat = received.view(size, -1), output.view(-1)
+        flat = output.view(-1)
         if op != dist.ReduceOp.AVG:
             sum_in_order(parts, flat)
             return
-        summed = torch.empty_like(flat, dtype=torch.promote_types(parts.dtype, torch.float32))
+        summed = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         sum_in_order(parts, summed)
-        flat.copy_(summed / size)
+        flat.copy_(summed / len(ranks))
 
-    pending = _Summing(work, total)
+    pending = _Summing(works, total)
     if async_op:
         return pending
     pending.wait()

@@ -26,6 +26,7 @@ from rich.table import Table
 from deepspeed_amsp.compare.cluster import ClusterSpec, ClusterUnavailable, emulated_cluster
 from tests.bench.rows import (
     ACROSS,
+    BLOCK_BUCKET,
     IN_NODE,
     NODES,
     PHI,
@@ -262,7 +263,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lo", type=float, default=4000, help="Mbit/s within a node, 0 for no limit")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4], help="values of M")
     parser.add_argument("--forward-ms", type=float, default=40, help="emulated time of a block; twice in backward")
-    parser.add_argument("--bucket-bytes", type=int, default=2_400_000, help="half a block by default")
+    parser.add_argument("--bucket-bytes", type=int, default=BLOCK_BUCKET, help="of parameters, a block by default")
     parser.add_argument("--only", nargs="+", default=[], help="only rows with one of these in their names")
     parser.add_argument("--out", type=Path, help="append every result to this file, one JSON object a line")
     parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")

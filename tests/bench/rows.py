@@ -20,6 +20,8 @@ CONFIG = CompareConfig(strategies=(LIMIT,))
 MODEL = LlamaConfig(**CONFIG.model.shape.model_dump())
 PHI = 2 * parameter_count(MODEL)
 """Bytes of the parameters in bf16."""
+BLOCK_BUCKET = 4_800_000
+"""Bytes that a block of the model fits into, and the first one together with the embedding."""
 
 Factors = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 IN_NODE: Factors = ((1, 1), (1, 1), (2, 1))
@@ -39,7 +41,8 @@ TABLE_V: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One setting. factors None: plain torch without any communication. bucket_bytes in bytes."""
+    """One setting. factors None: plain torch without any communication. bucket_bytes: of whole parameters, so that a
+    bucket ends with the same module whatever a rank holds of it."""
 
     factors: Factors | None
     micro_batches: int
@@ -62,6 +65,12 @@ class Row:
         switches = "" if self.factors is None else f" {self.overlap}"
         return f"{self.plan}{switches} M={self.micro_batches} {self.nic_mbit:g}Mbit"
 
+    @property
+    def bucket_of_shard(self) -> int:
+        """The engine's ``bucket_bytes``: of what a rank holds of the parameters."""
+        (in_node, nodes), *_ = self.factors or ((1, 1),)
+        return self.bucket_bytes // (in_node * nodes)
+
     def strategy(self, nodes: int) -> Strategy:
         """What `amsp compare` trains for this row."""
         shape = (RANKS_PER_NODE, nodes)
@@ -71,7 +80,7 @@ class Row:
         block: dict[str, Any] = {
             "sharding": {"parameters": list(p), "gradients": list(g), "optimizer_states": list(states)},
             "overlap": TABLE_V[self.overlap],
-            "bucket_bytes": self.bucket_bytes,
+            "bucket_bytes": self.bucket_of_shard,
             "hierarchical": self.hierarchical,
         }
         return from_block("amsp", self.name, block, shape)

@@ -110,6 +110,17 @@ def test_bytes_of_collectives_are_those_of_theory_and_take_their_time(cluster: C
     assert numbers[0]["all_reduce"][1] > 0.9 * 8 * MIB / PAIR.nic_bytes_per_s
 
 
+SOCKET = """
+import socket
+with socket.socket() as made:
+    print(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
+
+def test_tcp_is_the_same_whatever_the_machine_has_as_default(cluster: Cluster) -> None:
+    assert [printed.split() for printed in cluster.run(python(SOCKET), timeout_s=30)] == [["reno"], ["reno"]]
+
+
 def count_inside(namespace: str, connection: Any) -> None:
     """In a forked process, which enters a node."""
     with open(f"/run/netns/{namespace}", "rb") as handle:

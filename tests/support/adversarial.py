@@ -205,8 +205,8 @@ class AdversarialGroup(PythonGroup):
     """A process group of its own (not a backend inside one), so that Python sees each call that dist makes.
 
     The methods are those that ``torch.distributed`` calls on a group, with its arguments; each returns a
-    Ticket. What torch 2.13 renamed has its older name as an alias. Point-to-point, coalescing and functional
-    collectives (which come from C++) are not there.
+    Ticket. What torch 2.13 renamed has its older name as an alias. Receiving from any rank, coalescing and
+    functional collectives (which come from C++) are not there.
     """
 
     backend = NAME
@@ -256,6 +256,14 @@ class AdversarialGroup(PythonGroup):
             return self._gloo.alltoall_base(outputs[0], inputs[0], *splits, *opts)
 
         return self._issue("all_to_all_single", [input], [output], start)
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """``dist.isend``."""
+        return self._issue("message sent", tensors, [], lambda i, _: self._gloo.send(i, rank, tag))
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        """``dist.irecv``."""
+        return self._issue("message received", [], tensors, lambda _, o: self._gloo.recv(o, rank, tag))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *opts: Any) -> Any:
         """``dist.all_gather``, also of objects."""

@@ -1,11 +1,11 @@
-"""Collectives in one form for the tests of the adversarial group: what goes in, what must come out."""
+"""Collectives and messages in one form for the tests of the adversarial group: what goes in, what must come out."""
 
 from __future__ import annotations
 
 from typing import Any
 
 WORLD = 4
-ALL_OPS = (
+COLLECTIVES = (
     "all_reduce",
     "broadcast",
     "reduce",
@@ -14,6 +14,7 @@ ALL_OPS = (
     "all_to_all_single",
     "all_gather",
 )
+ALL_OPS = (*COLLECTIVES, "message")
 
 
 def new_group(**settings: Any) -> Any:
@@ -45,6 +46,10 @@ def issue(op: str, group: Any, dtype: Any = None) -> tuple[Any, list[Any], list[
         source = size - 1
         ticket = dist.broadcast(mine, group_src=source, group=group, async_op=True)
         return (ticket, [mine], [], []) if rank == source else (ticket, [], [mine], [everyone[source]])
+    if op == "message":
+        if rank % 2 == 0:
+            return dist.isend(mine, group_dst=rank + 1, group=group), [mine], [], []
+        return dist.irecv(mine, group_src=rank - 1, group=group), [], [mine], [everyone[rank - 1]]
     if op == "reduce":
         ticket = dist.reduce(mine, group_dst=0, group=group, async_op=True)
         return ticket, [mine], [mine], [total if rank == 0 else poison_like(mine)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import WorkerPool
-from tests.tooling.ops import ALL_OPS, WORLD, is_poisoned, issue, new_group, same
+from tests.tooling.ops import ALL_OPS, COLLECTIVES, WORLD, is_poisoned, issue, new_group, same
 
 Pool = Callable[[int], WorkerPool]
 
@@ -239,7 +239,7 @@ def test_subgroups(pool: Pool, op: str) -> None:
     pool(WORLD).run(op_delivers, op, "float32", split=True)
 
 
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", COLLECTIVES)
 def test_a_group_of_one(pool: Pool, op: str) -> None:
     """Where a collective could return at once, it is as strict."""
     pool(1).run(op_delivers, op, "float32", split=False)

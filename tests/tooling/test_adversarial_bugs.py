@@ -178,10 +178,11 @@ def test_freeing_in_flight_is_caught(pool: Pool, op: str, side: str, refill: boo
 
 
 def expected_count(op: str, side: str) -> int:
-    """On how many ranks ``op`` has a buffer on that side: a broadcast has one input, the rest are outputs."""
-    if op != "broadcast":
+    """On how many ranks ``op`` has a buffer on that side: a broadcast has one input, half of all ranks send."""
+    inputs = {"broadcast": 1, "message": WORLD // 2}
+    if op not in inputs:
         return WORLD
-    return 1 if side == "input" else WORLD - 1
+    return inputs[op] if side == "input" else WORLD - inputs[op]
 
 
 @pytest.mark.parametrize("op", ALL_OPS)

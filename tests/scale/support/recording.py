@@ -166,6 +166,12 @@ class RecordingGroup(PythonGroup):
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *_: Any) -> Flight:
         return self._issue("all_to_all", [input], [output], input)
 
+    def send(self, tensors: list[torch.Tensor], *_: Any) -> Flight:
+        return self._issue("send", tensors, [], tensors[0])
+
+    def recv(self, tensors: list[torch.Tensor], *_: Any) -> Flight:
+        return self._issue("recv", [], tensors, tensors[0])
+
     # What torch 2.13 renamed.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
