@@ -69,10 +69,10 @@ class Ticket:
     """An issued collective with the buffers that it keeps alive.
 
     `wait` may be called several times; the collective's result is in its output buffer after the first. It
-    raises `CollectiveError` when the process group says that the collective failed.
+    raises `CollectiveError` when the process group says that the collective failed, then and every time after.
     """
 
-    __slots__ = ("_breakdown", "_finish", "_flight", "_keep", "_works", "entry")
+    __slots__ = ("_breakdown", "_failure", "_finish", "_flight", "_keep", "_works", "entry")
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Ticket:
         self._flight = flight
         """Set while somebody traces and nobody has waited."""
         self._breakdown = breakdown
+        self._failure: CollectiveError | None = None
 
     def wait(self, aside: bool = False) -> None:
         """Make the result readable.
@@ -97,6 +98,8 @@ class Ticket:
         Args:
             aside: on a thread or a stream beside the one that computes, so that traces count nothing as exposed.
         """
+        if self._failure is not None:
+            raise self._failure
         flight, self._flight = self._flight, None
         begin = flight.stamp() if flight is not None else None
         breakdown = None if aside else self._breakdown
@@ -106,11 +109,12 @@ class Ticket:
                     work.wait()
         except RuntimeError as error:
             entry = self.entry
-            raise CollectiveError(
+            self._failure = CollectiveError(
                 f"{entry.op} of {entry.label} ({entry.purpose.value}) over ranks {list(entry.ranks)} did not complete: "
                 f"{error}. Another rank has died, or did not get to this point: with parameters sharded all ranks must "
                 f"run the same modules, the same number of batches and the same calls"
-            ) from error
+            )
+            raise self._failure from error
         if flight is not None:
             flight.waited(begin, aside)
         self._works.clear()
@@ -129,7 +133,7 @@ SUMMED_AT_ONCE = 1 << 16
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write the sum of ``parts``, each [n], to ``out`` [n]: formed in fp32 at least and in their order, rounded once.
 
-    ``out`` shares no memory with ``parts``.
+    ``out`` may be one of ``parts``; it shares no other memory with them.
     """
     if len(parts) == 2 and parts[0].dtype == out.dtype:
         # One addition is done wide and rounded once anyway, and in a sixth of the time.
@@ -159,15 +163,33 @@ def exchange(
     Returns:
         works, to be waited for, and by index what each rank has for this one, shaped like its own section.
     """
-    mine = sections[index]
+    incoming = [sections[index] if place == index else torch.empty_like(sections[index]) for place in range(len(ranks))]
     peers = [place for place in range(len(ranks)) if place != index]
-    incoming = [mine if place == index else torch.empty_like(mine) for place in range(len(ranks))]
-    works: list[Any] = []
-    if mine.numel():
-        # First: a sender waits to hear that its receiver is ready, which travels behind what was sent before.
-        works += [dist.irecv(incoming[place], ranks[place], group=group) for place in peers]
-    works += [dist.isend(sections[place], ranks[place], group=group) for place in peers if sections[place].numel()]
+    # Receives first: a sender waits to hear that its receiver is ready, which travels behind what was sent before.
+    works = [_message(dist.irecv, incoming[place], ranks[place], group) for place in peers]
+    works += [_message(dist.isend, sections[place], ranks[place], group) for place in peers]
     return works, incoming
+
+
+def _message(send_or_receive: Callable[..., Any], tensor: torch.Tensor, rank: int, group: Any) -> Any:
+    """A message on its way. Where its rank is known to be gone already, whoever waits for it learns so."""
+    try:
+        return send_or_receive(tensor, rank, group=group)
+    except RuntimeError as error:
+        return _NotIssued(error)
+
+
+class _NotIssued:
+    """In place of the work of a message that could not be issued."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def get_future(self) -> Any:
+        raise NotImplementedError
 
 
 def waits_on_host(device: torch.device) -> bool:
@@ -307,14 +329,19 @@ class Communicator:
             work = dist.all_reduce(buffer, operation, group=group.handle, async_op=True)
         return self._ticket(entry, [work], [buffer])
 
-    def broadcast(self, group: Group, buffer: torch.Tensor, source: int, label: str) -> Ticket:
-        """``buffer`` becomes that of the rank with group index ``source``, in place."""
+    def broadcast(self, group: Group, buffer: torch.Tensor, source: int, label: str, message: bool = False) -> Ticket:
+        """``buffer`` becomes that of the rank with group index ``source``, in place.
+
+        Args:
+            message: between two ranks on gloo, send it as a message that no collective of the group holds up (see
+                `exchange`). For callers that wait on a thread: gloo drops a message whose sender leaves the group, but
+                sees a collective through.
+        """
         entry = self._log("broadcast", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
-            if group.size == 2 and waits_on_host(buffer.device):
-                # One message, which no collective of the group holds up: see `exchange`.
+            if message and group.size == 2 and waits_on_host(buffer.device):
                 send_or_receive = dist.isend if group.index == source else dist.irecv
-                work = send_or_receive(buffer, group.ranks[1 - group.index], group=group.handle)
+                work = _message(send_or_receive, buffer, group.ranks[1 - group.index], group.handle)
             else:
                 work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
         return self._ticket(entry, [work], [buffer])

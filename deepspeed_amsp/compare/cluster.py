@@ -35,12 +35,14 @@ PAYLOAD_SHARE = 0.955
 """Of a NIC's rate, what is left for the payload of TCP over Ethernet frames of 1500 bytes."""
 
 CONGESTION_CONTROL = "reno"
-"""Of the nodes' TCP, whatever the machine's own is, and what every kernel has. With BBR, the default of some hosts, a
-connection goes on for a while at the rate that it had beside others, and a link stands half idle meanwhile."""
+"""Of the nodes' TCP where the kernel lets us choose, whatever the machine's own is; every kernel has it. With BBR, the
+default of some hosts, a connection goes on for a while at the rate that it had beside others, and a link stands half
+idle meanwhile."""
 
 _PREFIX = "amsp-"
 _OWNED = re.compile(rf"{_PREFIX}(\d+)-\d+-(?:sw|n\d+)")
 _NAMESPACES = Path("/run/netns")
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _numbers = itertools.count()
 
 
@@ -199,6 +201,11 @@ class Cluster(Loopback):
         """Where the others reach a node."""
         return _address(node)
 
+    @property
+    def congestion_control(self) -> str:
+        """Of TCP between the nodes: `CONGESTION_CONTROL`, or the machine's own where that cannot be changed."""
+        return _tool("ip", "netns", "exec", self.namespace(0), "cat", _CONGESTION).strip()
+
     def counters(self, node: int) -> dict[str, Bytes]:
         """Bytes of a node's ``e0`` (to other nodes) and ``lo`` (between its ranks)."""
         links = json.loads(_tool("ip", "-n", self.namespace(node), "-s", "-j", "link", "show"))
@@ -216,7 +223,7 @@ class Cluster(Loopback):
             self._join(switch, bridges, self.spec.spine_mbit)
         for node, name in enumerate(self.namespaces):
             self._add(name)
-            _congestion_control(name)
+            _set_congestion_control(name)
             port = f"p{node}"
             _tool("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "e0", "netns", name)
             _tool("ip", "-n", switch, "link", "set", port, "master", bridges[node * len(bridges) // self.spec.nodes])
@@ -345,9 +352,10 @@ def _shape(namespace: str, link: str, mbit: float) -> None:
     _tool("ip", "-n", namespace, "link", "set", link, "up")
 
 
-def _congestion_control(namespace: str) -> None:
-    setting = f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"
-    _tool("ip", "netns", "exec", namespace, "sh", "-c", setting)
+def _set_congestion_control(namespace: str) -> None:
+    """Where the kernel allows it: some containers have /proc/sys read-only. See `Cluster.congestion_control`."""
+    attempt = f"(echo {CONGESTION_CONTROL} > {_CONGESTION}) 2>/dev/null || true"
+    _tool("ip", "netns", "exec", namespace, "sh", "-c", attempt)
 
 
 def _limit(namespace: str, link: str, mbit: float, *bucket: str) -> None:

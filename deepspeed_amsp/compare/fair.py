@@ -16,19 +16,18 @@ class _Summing:
     """A reduce-scatter on its way; `wait` sums what has arrived."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], None]) -> None:
-        self._works = works
+        self._works: Sequence[Any] = works
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        for work in self._works:
+        # Once: gloo forgets a message that was waited for, and would wait for another one.
+        works, self._works = self._works, ()
+        for work in works:
             work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def reduce_scatter(
@@ -43,7 +42,7 @@ def reduce_scatter(
     output: [n]; input: [n * ranks], any shape that is contiguous. As torch's function of this name otherwise.
     """
     ranks = dist.get_process_group_ranks(group)
-    sections = input.reshape(len(ranks), output.numel()).unbind()
+    sections = input.detach().reshape(len(ranks), output.numel()).unbind()
     works, parts = exchange(sections, ranks, dist.get_rank(group), group)
 
     def total() -> None:
@@ -85,7 +84,7 @@ def without_coalescing() -> None:
 
     class Gathers:
         def __init__(self, works: list[Any]) -> None:
-            self._works = works
+            self._works: Sequence[Any] = works
 
         def wait(self) -> None:
             for work in self._works:

@@ -32,17 +32,22 @@ def _of_stage3(config: CompareConfig) -> str:
 def on_gloo(config: CompareConfig) -> list[str]:
     """On CPUs."""
     replaced = (
-        "gloo's reduce-scatter is an AllReduce of twice the bytes: replaced by all-to-all and a sum in fp32, for every "
-        "strategy alike"
+        "gloo's reduce-scatter is an AllReduce of twice the bytes: replaced by messages from rank to rank and a sum "
+        "in fp32, for every strategy alike"
     )
     own = (
-        "UNFAIR by request: the reduce-scatter of others is gloo's own, an AllReduce of twice the bytes; AMSP's is an "
-        "all-to-all and a sum"
+        "UNFAIR by request: the reduce-scatter of others is gloo's own, an AllReduce of twice the bytes; AMSP's are "
+        "messages from rank to rank and a sum"
     )
     return [
         replaced if config.fair_reduce_scatter else own,
         "gloo cannot coalesce: coalesced all-gathers of MiCS are issued one by one",
     ]
+
+
+def of_links(congestion_control: str) -> str:
+    """On an emulated cluster."""
+    return f"TCP between the emulated nodes is that of {congestion_control}, for every strategy"
 
 
 def on_gpus() -> list[str]:

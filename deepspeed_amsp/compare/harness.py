@@ -73,6 +73,7 @@ class Harness:
         self._pythons: dict[str, Path] = {"main": Path(sys.executable)}
         self._done = self._total = 0
         self._check()
+        self._congestion_control: str | None = None
         self._emulated = self._can_emulate()
         self._theory = Theory(self.config)
 
@@ -146,8 +147,9 @@ class Harness:
         if wish == "never":
             return False
         try:
-            with emulated_cluster(spec):  # root and tools do not suffice: a container's kernel may refuse
-                pass
+            # Root and tools do not suffice: a container's kernel may refuse.
+            with emulated_cluster(spec) as cluster:
+                self._congestion_control = cluster.congestion_control
         except ClusterUnavailable as error:
             if wish == "always":
                 raise CompareConfigError(f"cluster.emulate is always, but {error}") from error
@@ -268,6 +270,8 @@ class Harness:
 
     def _fairness(self) -> list[str]:
         said = [*fairness.common(self.config), *fairness.on_gloo(self.config)]
+        if self._congestion_control is not None:
+            said.append(fairness.of_links(self._congestion_control))
         return [*said, fairness.of_mics()] if self._with_mics else said
 
 

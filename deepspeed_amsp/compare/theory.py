@@ -1,8 +1,8 @@
 """How many bytes a strategy must send out of a node in a step: what byte counters are held against. Pure.
 
-Collectives are those of gloo: AllReduce and AllGather in rings, reduce-scatter as an all-to-all (`fair`), Broadcast
-along a binomial tree that knows no nodes. Counted are payloads of parameters and gradients; scalars and headers of
-packets, about 1-2 %, are not.
+Collectives are those of gloo: AllReduce and AllGather in rings, Broadcast along a binomial tree that knows no nodes;
+reduce-scatters are messages from rank to rank (`fair`). Counted are payloads of parameters and gradients; scalars and
+headers of packets, about 1-2 %, are not.
 """
 
 from __future__ import annotations

@@ -101,13 +101,16 @@ class Publisher:
         node, cross = self._span.node, self._span.cross
         assert node is not None and cross is not None
         own = node.index * cross.size
-        yield self._send(cross, bucket, [range(own + c, own + c + 1) for c in range(cross.size)])
-        yield self._send(node, bucket, [range(n * cross.size, (n + 1) * cross.size) for n in range(node.size)])
+        yield self._send(cross, bucket, [range(own + c, own + c + 1) for c in range(cross.size)], messages=True)
+        of_nodes = [range(n * cross.size, (n + 1) * cross.size) for n in range(node.size)]
+        yield self._send(node, bucket, of_nodes, messages=True)
 
-    def _send(self, group: Group, bucket: WorkingBucket, owners: Sequence[range]) -> list[Ticket]:
+    def _send(
+        self, group: Group, bucket: WorkingBucket, owners: Sequence[range], messages: bool = False
+    ) -> list[Ticket]:
         """Broadcast from every member of ``group`` what belongs to its ``owners``."""
         return [
-            self._comm.broadcast(group, part, source, bucket.layout.label)
+            self._comm.broadcast(group, part, source, bucket.layout.label, messages)
             for source, theirs in enumerate(owners)
             for part in bucket.parts(theirs)
         ]

@@ -118,7 +118,16 @@ with socket.socket() as made:
 
 
 def test_tcp_is_the_same_whatever_the_machine_has_as_default(cluster: Cluster) -> None:
+    assert cluster.congestion_control == "reno"
     assert [printed.split() for printed in cluster.run(python(SOCKET), timeout_s=30)] == [["reno"], ["reno"]]
+
+
+def test_a_kernel_that_lets_nobody_choose_is_no_error(root_and_iproute: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some containers /proc/sys cannot be written; whoever wants to know which TCP there is can ask."""
+    monkeypatch.setattr(module, "CONGESTION_CONTROL", "none-of-the-kernel")
+    own = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    with emulated_cluster(PAIR) as made:
+        assert made.congestion_control == own
 
 
 def count_inside(namespace: str, connection: Any) -> None:
