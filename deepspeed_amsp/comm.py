@@ -148,33 +148,36 @@ def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out[start : start + SUMMED_AT_ONCE].copy_(total)
 
 
-def exchange(
-    sections: Sequence[torch.Tensor], ranks: Sequence[int], index: int, group: Any
-) -> tuple[list[Any], list[torch.Tensor]]:
+def exchange(sections: Sequence[torch.Tensor], index: int, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
     """Send every rank of a gloo group its section; the messages under way, and everybody's section for this rank.
 
     Gloo runs two collectives of a group at a time, in order, so one that sends much and receives little would keep
     those behind it from the other direction of the link. Messages wait for nothing but their own direction.
 
     Args:
-        sections: what each rank is to get, by its index, contiguous.
-        ranks: global ranks of the group, this one at ``index``.
+        sections: what each rank is to get, by its rank in the group, contiguous.
+        index: this rank in the group.
 
     Returns:
-        works, to be waited for, and by index what each rank has for this one, shaped like its own section.
+        works, to be waited for, and by rank what each has for this one, tensors shaped like its own section.
     """
-    incoming = [sections[index] if place == index else torch.empty_like(sections[index]) for place in range(len(ranks))]
-    peers = [place for place in range(len(ranks)) if place != index]
+    incoming = [
+        sections[index] if rank == index else torch.empty_like(sections[index]) for rank in range(len(sections))
+    ]
+    peers = [rank for rank in range(len(sections)) if rank != index]
     # Receives first: a sender waits to hear that its receiver is ready, which travels behind what was sent before.
-    works = [_message(dist.irecv, incoming[place], ranks[place], group) for place in peers]
-    works += [_message(dist.isend, sections[place], ranks[place], group) for place in peers]
+    works = [_message(group.recv, incoming[rank], rank) for rank in peers]
+    works += [_message(group.send, sections[rank], rank) for rank in peers]
     return works, incoming
 
 
-def _message(send_or_receive: Callable[..., Any], tensor: torch.Tensor, rank: int, group: Any) -> Any:
-    """A message on its way. Where its rank is known to be gone already, whoever waits for it learns so."""
+def _message(send_or_receive: Callable[..., Any], tensor: torch.Tensor, rank: int) -> Any:
+    """A message on its way, by the group's own method: dist.isend takes longer than gloo's sending.
+
+    Where the other rank is known to be gone already, whoever waits for it learns so.
+    """
     try:
-        return send_or_receive(tensor, rank, group=group)
+        return send_or_receive([tensor], rank, 0)
     except RuntimeError as error:
         return _NotIssued(error)
 
@@ -340,8 +343,9 @@ class Communicator:
         entry = self._log("broadcast", group, buffer, label)
         with record_function(f"amsp::{group.purpose.value} {label}"):
             if message and group.size == 2 and waits_on_host(buffer.device):
-                send_or_receive = dist.isend if group.index == source else dist.irecv
-                work = _message(send_or_receive, buffer, group.ranks[1 - group.index], group.handle)
+                handle = group.handle
+                assert handle is not None, "the group has two ranks"
+                work = _message(handle.send if group.index == source else handle.recv, buffer, 1 - group.index)
             else:
                 work = dist.broadcast(buffer, group.ranks[source], group=group.handle, async_op=True)
         return self._ticket(entry, [work], [buffer])
@@ -357,7 +361,8 @@ class Communicator:
     def _exchange_and_sum(
         self, entry: LogEntry, group: Group, sections: torch.Tensor, mine: torch.Tensor, splits: Sequence[int]
     ) -> Ticket:
-        works, parts = exchange(sections.split(list(splits)), group.ranks, group.index, group.handle)
+        assert group.handle is not None, "who is alone has nothing to exchange"
+        works, parts = exchange(sections.split(list(splits)), group.index, group.handle)
 
         def total() -> None:
             sum_in_order(parts, mine)

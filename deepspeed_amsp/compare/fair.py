@@ -41,9 +41,9 @@ def reduce_scatter(
 
     output: [n]; input: [n * ranks], any shape that is contiguous. As torch's function of this name otherwise.
     """
-    ranks = dist.get_process_group_ranks(group)
-    sections = input.detach().reshape(len(ranks), output.numel()).unbind()
-    works, parts = exchange(sections, ranks, dist.get_rank(group), group)
+    group = group or dist.group.WORLD
+    sections = input.detach().reshape(group.size(), output.numel()).unbind()
+    works, parts = exchange(sections, group.rank(), group)
 
     def total() -> None:
         flat = output.view(-1)
@@ -52,7 +52,7 @@ def reduce_scatter(
             return
         summed = torch.empty_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
         sum_in_order(parts, summed)
-        flat.copy_(summed / len(ranks))
+        flat.copy_(summed / group.size())
 
     pending = _Summing(works, total)
     if async_op:
