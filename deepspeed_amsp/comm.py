@@ -148,7 +148,9 @@ def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out[start : start + SUMMED_AT_ONCE].copy_(total)
 
 
-def exchange(sections: Sequence[torch.Tensor], index: int, group: dist.ProcessGroup) -> tuple[list[Any], list[Any]]:
+def exchange(
+    sections: Sequence[torch.Tensor], index: int, group: dist.ProcessGroup
+) -> tuple[list[Any], list[torch.Tensor]]:
     """Send every rank of a gloo group its section; the messages under way, and everybody's section for this rank.
 
     Gloo runs two collectives of a group at a time, in order, so one that sends much and receives little would keep
