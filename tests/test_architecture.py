@@ -125,7 +125,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
         (
             "calls tensor collectives",
             r"dist\.(all_reduce|reduce|broadcast|all_to_all|reduce_scatter|all_gather|gather|scatter|barrier)\w*\("
-            r"|dist\.(i?send|i?recv|batch_isend_irecv)\b",
+            r"|dist\.(i?send|i?recv|batch_isend_irecv)\b|\b(group|handle)\.(send|recv)\b",
             {"comm.py"},
         ),
         (
