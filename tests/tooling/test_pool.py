@@ -184,11 +184,11 @@ def test_a_job_leaves_nothing_behind(pool: Pool) -> None:
 
 
 def test_groups_that_a_job_leaves_are_closed(fresh_pool: Pool) -> None:
-    """Each would have three threads for ever."""
+    """Each would have three threads for ever. A process may start one of its own meanwhile."""
     workers = fresh_pool(2)
     before = workers.run(threads)
     workers.run(leave_a_mess)
-    assert workers.run(threads) == before
+    assert all(now - then < 3 for now, then in zip(workers.run(threads), before, strict=True))
     assert not workers.worn
 
 
