@@ -34,7 +34,9 @@ model = torch.nn.Linear(4, 4)
 engine, *_ = initialize(args=args, model=model, model_parameters=model.parameters())
 engine.backward(engine(torch.ones(2, 4)).sum())
 engine.step()
-print("ENGINE", type(engine).__name__, torch.distributed.get_world_size(), args.local_rank, flush=True)
+line = f"ENGINE {type(engine).__name__} {torch.distributed.get_world_size()} {args.local_rank}\\n"
+sys.stdout.write(line)  # in one piece: both ranks write to one pipe
+sys.stdout.flush()
 torch.distributed.destroy_process_group()
 """
 
