@@ -194,7 +194,7 @@ class _NotIssued:
         raise self._error
 
     def get_future(self) -> Any:
-        raise NotImplementedError
+        raise self._error
 
 
 def waits_on_host(device: torch.device) -> bool:

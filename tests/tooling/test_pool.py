@@ -72,7 +72,12 @@ def threads() -> int:
     from tests.support.leftovers import wait_until_closed
 
     wait_until_closed()
-    return len(os.listdir("/proc/self/task"))
+    # A thread that was joined may be among the tasks for a moment longer.
+    counts = []
+    for _ in range(20):
+        counts.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
+    return min(counts)
 
 
 KEPT: list[Any] = []
@@ -184,11 +189,11 @@ def test_a_job_leaves_nothing_behind(pool: Pool) -> None:
 
 
 def test_groups_that_a_job_leaves_are_closed(fresh_pool: Pool) -> None:
-    """Each would have three threads for ever. A process may start one of its own meanwhile."""
+    """Each would have three threads for ever."""
     workers = fresh_pool(2)
     before = workers.run(threads)
     workers.run(leave_a_mess)
-    assert all(now - then < 3 for now, then in zip(workers.run(threads), before, strict=True))
+    assert workers.run(threads) == before
     assert not workers.worn
 
 
